@@ -30,11 +30,11 @@ from trimtab.config.jobs import TRAINED
 from trimtab.config.parse import parse
 from trimtab.distributed import device as devices
 from trimtab.models.hugging_face import quiet_transformers
+from trimtab.plan.hardware import GIB, Hardware
+from trimtab.plan.split.plan import share_of
+from trimtab.plan.work import supposed
 from trimtab.train import supervised
 from trimtab.train.dpo import train_dpo
-from trimtab.train.plan.hardware import GIB, Hardware
-from trimtab.train.plan.split.plan import share_of
-from trimtab.train.plan.work import supposed
 from trimtab.train.rl import trainer
 from trimtab.train.rl.launch import train_rl
 from trimtab.train.sft import train_sft

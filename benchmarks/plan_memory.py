@@ -38,12 +38,12 @@ from trimtab.distributed.memory import total_memory
 from trimtab.models import load
 from trimtab.models.attention import NAME, register
 from trimtab.models.selfcheck import Verdict
+from trimtab.plan.hardware import of_device
+from trimtab.plan.plan import make_plan
+from trimtab.plan.work import supposed
 from trimtab.train import supervised
 from trimtab.train.dpo import train_dpo
 from trimtab.train.metrics import read_rows
-from trimtab.train.plan.hardware import of_device
-from trimtab.train.plan.plan import make_plan
-from trimtab.train.plan.work import supposed
 from trimtab.train.rl import trainer
 from trimtab.train.rl.launch import train_rl
 from trimtab.train.sft import train_sft

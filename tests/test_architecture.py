@@ -69,7 +69,7 @@ MAY_IMPORT = {
 # Names of devices, of what torch calls them, and of the libraries between them.
 OF_DEVICES = re.compile(r"cuda|(?<![a-z])(nccl|hccl|xccl|rocm|npu|xpu|mps|nvidia|ascend)(?![a-z])", re.IGNORECASE)
 # Where they may be named: what knows devices, kernels for one kind, and figures of data sheets.
-KNOWS_DEVICES = ("distributed/", "rollout/builtin/kernels/", "train/plan/hardware.py")
+KNOWS_DEVICES = ("distributed/", "rollout/builtin/kernels/", "plan/hardware.py")
 ASKS_FOR_ONE = re.compile(
     r"torch\.(cuda|npu|xpu|mps|backends\.(cuda|cudnn|mps))|is_(cuda|xpu|mps|npu)\b|\.cuda\(|[\"'](cuda|npu|xpu|mps)\b"
 )

@@ -21,7 +21,7 @@ from trimtab.data.hub import trusting
 from trimtab.errors import UserError
 
 if TYPE_CHECKING:
-    from trimtab.train.plan.machines import Machines
+    from trimtab.plan.machines import Machines
 
 Planned = SupervisedOptions | RLOptions
 _MODELS = ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "teacher_model")
@@ -71,7 +71,7 @@ def _check_cluster(own: argparse.Namespace) -> None:
 def _with_shapes(options: Planned, folder: Path) -> Planned:
     """Models that are given by their size alone get a folder with their configuration."""
     from trimtab.config.sources import listed
-    from trimtab.train.plan import shapes
+    from trimtab.plan import shapes
 
     changes: dict[str, Any] = {}
     for name in _MODELS:
@@ -85,23 +85,23 @@ def _with_shapes(options: Planned, folder: Path) -> Planned:
 def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustered: bool) -> None:
     from trimtab.distributed.device import find_device
     from trimtab.models.hugging_face import quiet_transformers
-    from trimtab.train.plan.hardware import named
+    from trimtab.plan.hardware import named
 
     quiet_transformers()
     hardware = named(own.on, find_device(), own.device_memory)
     with trusting(options.trust_remote_code):
         if clustered:
-            from trimtab.train.plan.machines import Machines
+            from trimtab.plan.machines import Machines
 
             machines = Machines(hardware, own.nodes or 1, own.gpus or 8, own.network * 1e9)
             told = _on_machines(options, machines, typed.pretrain)
         elif options.nproc > 1:
-            from trimtab.train.plan.split.launcher import lines
+            from trimtab.plan.split.launcher import lines
 
             told = lines(typed, options, hardware)
         else:
-            from trimtab.train.plan.plan import make_plan
-            from trimtab.train.plan.work import supposed
+            from trimtab.plan.plan import make_plan
+            from trimtab.plan.work import supposed
 
             made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
             told = dataclasses.replace(made, options=typed).lines()
@@ -111,12 +111,12 @@ def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustere
 def _on_machines(options: Planned, machines: "Machines", pretrain: str) -> list[str]:
     """Layouts, and which of them to take: of all roles in RL, of the one model that is trained elsewhere."""
     if isinstance(options, RLOptions):
-        from trimtab.train.plan.cluster.plan import plan_cluster
-        from trimtab.train.plan.cluster.telling import lines
+        from trimtab.plan.cluster.plan import plan_cluster
+        from trimtab.plan.cluster.telling import lines
 
         return lines(plan_cluster(options, machines), pretrain)
-    from trimtab.train.plan.split.plan import plan_split
-    from trimtab.train.plan.split.telling import lines as split_lines
+    from trimtab.plan.split.plan import plan_split
+    from trimtab.plan.split.telling import lines as split_lines
 
     return split_lines(plan_split(options, machines), pretrain)
 

@@ -21,7 +21,7 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: torch leaves alone what other p
 
 
 def kind_of(device: torch.device) -> Kind:
-    """What a device offers, of one that is not here too. A tensor without contents (train/plan) has no kind."""
+    """What a device offers, of one that is not here too. A tensor without contents (plan) has no kind."""
     if device.type == "cuda" and torch.version.hip is not None:
         return KINDS["rocm"]
     return KINDS.get(device.type, OTHER)

@@ -27,7 +27,7 @@ def begin_gathering(portion: Tensor, peers: Peers) -> Callable[[], Tensor]:
     """The same, which goes on beside other work until its result is asked for."""
     portion = portion.contiguous()
     gathered = portion.new_empty(peers.size * portion.shape[0], *portion.shape[1:])
-    if portion.is_meta:  # a tensor without contents stands for one (train/plan)
+    if portion.is_meta:  # a tensor without contents stands for one (plan)
         return lambda: gathered
     work = _all_gather(gathered, portion, group=peers.group, async_op=True)
 

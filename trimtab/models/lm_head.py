@@ -131,7 +131,7 @@ def _from_module(hidden, head, targets, shape, temperature):
 
 def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """fp32 result; where there are such products also of half-precision operands, without rounding the logits first."""
-    if hidden.is_meta:  # stands for an accelerator (train/plan); not every torch knows the product below on it
+    if hidden.is_meta:  # stands for an accelerator (plan); not every torch knows the product below on it
         raw = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
     elif kind_of(hidden.device).wide_products and hidden.dtype != torch.float32:
         raw = torch.mm(hidden, weight.t(), out_dtype=torch.float32)

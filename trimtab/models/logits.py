@@ -35,7 +35,7 @@ PLAIN = LogitShape()
 
 
 def fuses(device: torch.device) -> bool:
-    """Whether there are kernels. A tensor without contents stands for one on an accelerator (train/plan)."""
+    """Whether there are kernels. A tensor without contents stands for one on an accelerator (plan)."""
     return device.type == "meta" or has_kernels(device)
 
 

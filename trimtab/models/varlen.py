@@ -19,7 +19,7 @@ class Sequences(Protocol):
 
 def varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
     return (
-        # A tensor without contents stands for one on an accelerator (train/plan), where memory is linear in any dtype.
+        # A tensor without contents stands for one on an accelerator (plan), where memory is linear in any dtype.
         (query.is_meta or (kind_of(query.device).varlen and query.dtype in HALF))
         and softcap is None
         and dropout == 0.0

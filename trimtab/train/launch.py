@@ -23,8 +23,7 @@ from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.sharded import mesh_of
 from trimtab.models.splits import check_splits
-from trimtab.train.pass_limit import BeginAnew
-from trimtab.train.plan.passes import (
+from trimtab.plan.passes import (
     default_line,
     for_manifest,
     passes_of,
@@ -35,6 +34,7 @@ from trimtab.train.plan.passes import (
     with_planned_passes,
     without_tokens,
 )
+from trimtab.train.pass_limit import BeginAnew
 from trimtab.train.rehearsal import memory_line, model_lines, samples_with_masks, usable_rows
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task

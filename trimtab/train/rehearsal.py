@@ -16,9 +16,9 @@ from trimtab.models.families import check_can_be_cut
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
 from trimtab.models.sharded_load import settle_path
-from trimtab.train.plan.hardware import GIB, of_device, shared
-from trimtab.train.plan.passes import is_wanted
-from trimtab.train.plan.work import Work
+from trimtab.plan.hardware import GIB, of_device, shared
+from trimtab.plan.passes import is_wanted
+from trimtab.plan.work import Work
 
 SHOWN = 600  # characters of a sample
 
@@ -80,8 +80,8 @@ def usable_rows(report: DataReport, most: int, kept: int) -> tuple[int, bool]:
 
 def memory_line(options: TrainedModelOptions, device: Device, work: Callable[[], Work]) -> str:
     """What `trimtab plan` says of memory, in a line; where the job does not fit, which flags would make it."""
-    from trimtab.train.plan.plan import make_plan  # a second of imports
-    from trimtab.train.plan.split.launcher import flags_that_fit, planned_memory
+    from trimtab.plan.plan import make_plan  # a second of imports
+    from trimtab.plan.split.launcher import flags_that_fit, planned_memory
 
     processes = options.processes
     here, propose = shared(of_device(device), processes), processes == 1 and is_wanted(options, device, World())

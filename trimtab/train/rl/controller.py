@@ -13,11 +13,7 @@ from trimtab.distributed.staging import Unit
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World
 from trimtab.models.load import policy_skeleton
-from trimtab.rewards.build import check_columns, in_words
-from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.launch import load_job_tokenizer, notes
-from trimtab.train.manifest import make_manifest, settings
-from trimtab.train.plan.passes import (
+from trimtab.plan.passes import (
     default_line,
     for_manifest,
     passes_of,
@@ -26,6 +22,10 @@ from trimtab.train.plan.passes import (
     without_tokens,
     work_of_prompts,
 )
+from trimtab.rewards.build import check_columns, in_words
+from trimtab.rollout.sampling import SamplingParams
+from trimtab.train.launch import load_job_tokenizer, notes
+from trimtab.train.manifest import make_manifest, settings
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.supply import Ahead
 from trimtab.train.rl.checks import (

@@ -9,12 +9,12 @@ from trimtab.distributed.cluster.layout import table
 from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Unit
 from trimtab.models.load import policy_skeleton
+from trimtab.plan.passes import default_line, uses_default_tokens, with_default_tokens, work_of_prompts
 from trimtab.rewards.build import check_columns, check_reward
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.factory import require_packed
 from trimtab.rollout.sampling import request_seed
 from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
-from trimtab.train.plan.passes import default_line, uses_default_tokens, with_default_tokens, work_of_prompts
 from trimtab.train.rehearsal import memory_line, model_lines, one_line, usable_rows
 from trimtab.train.rl.checks import (
     check_drop_last,

@@ -1,0 +1,162 @@
+"""Plans for clusters: the tiny model on small devices, where figures can be worked out by hand."""
+
+import dataclasses
+
+import pytest
+
+from tests.tiny import tiny_model
+from trimtab.config.checks import settle
+from trimtab.config.jobs import GRPOOptions, PPOOptions
+from trimtab.config.parse import parse
+from trimtab.distributed.cluster.layout import Engines, Layout, Pool
+from trimtab.plan.cluster.advice import advice
+from trimtab.plan.cluster.candidates import candidates, groupings, sizes_of, splits, words_of
+from trimtab.plan.cluster.plan import AS_ASKED, Planner, plan_cluster
+from trimtab.plan.cluster.telling import lines
+from trimtab.plan.hardware import NAMED, Hardware
+from trimtab.plan.machines import LINK_SHARE, Machines
+from trimtab.plan.models import planned_models
+from trimtab.plan.pretended import Pretended
+from trimtab.plan.work import supposed, trained_models
+from trimtab.train.rl.layouts import layout_of
+
+DEVICE = Hardware("small", 64 * 2**20, 1e12, 1e12, 1e11, link=1e10)
+TWO = Machines(DEVICE, 2, 4, 4e9)
+WORDS = """--prompt_max_len 16 --generate_max_len 16 --rollout_batch_size 32 --train_batch_size 32 --bf16
+    --gradient_checkpointing --zero_stage 3 --ray"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", num_hidden_layers=6).config.save_pretrained(folder)
+    return str(folder)
+
+
+def ppo(model, *more, job=PPOOptions):
+    words = f"--pretrain {model} --reward_pretrain {model} {WORDS} {' '.join(more)}".split()
+    return settle(parse(job, words))[0]
+
+
+@pytest.fixture(scope="module")
+def planner(model):
+    return Planner(ppo(model), TWO)
+
+
+def test_a_pass_of_equal_layers_follows_from_two_short_ones(model):
+    options = ppo(model)
+    rows = supposed(options).rows
+    planned = planned_models(options, rows)[0]
+    whole = Pretended(trained_models(options)["actor"], options, accelerator=True).training_pass(rows, 256)
+    assert planned.training_bytes(256).kept == pytest.approx(whole.kept, rel=0.02)
+    assert planned.training_bytes(256).peak == pytest.approx(whole.peak, rel=0.1)
+    assert planned.training_bytes(192).kept == pytest.approx(whole.kept * 3 / 4, rel=0.05)
+    assert planned.weights == sum(p.numel() for p in tiny_model("llama", num_hidden_layers=6).parameters()) * 2
+    assert planned.root_weights + 6 * planned.layer_weights == planned.weights
+
+
+def test_groups_are_whole_machines_or_parts_of_one_and_all_devices_together():
+    assert sorted(splits(2, TWO)) == [(4, 4)]
+    found = list(splits(3, TWO))
+    assert (4, 2, 2) in found and (2, 4, 2) in found and (4, 1, 3) not in found
+    assert all(sum(sizes) == 8 for sizes in found)
+
+
+def test_layouts_are_those_of_the_documents(planner):
+    assert groupings(planner.units) == {
+        "hybrid": [("actor", "reference", "critic", "reward")],
+        "pairs": [("actor", "reference"), ("critic", "reward")],
+        "apart": [("actor",), ("reference",), ("critic",), ("reward",)],
+        "built-in engine": [("actor", "reference", "critic", "reward")],
+    }
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "pairs", "apart", "built-in engine"])
+def test_the_options_that_a_plan_names_ask_for_its_layout(planner, model, kind):
+    for layout in candidates(planner.units, TWO, 1)[kind]:
+        assert layout_of(ppo(model, words_of(layout)), planner.units) == layout
+
+
+def test_a_split_model_is_shared_out_and_offload_and_sleep_take_it_away(planner):
+    layout = Layout((Pool("actor", ("actor",), 1, 4),), Engines(4, 1, None))
+    actor = planner.models[0]
+
+    def parts(planner, **how):
+        share = planner.shares.of_pool(layout, layout.pools[0], None, **{"sleep": False} | how)
+        return {part.name: part for part in share.memory.parts}
+
+    held = parts(planner)["actor: masters and moments"]
+    assert held.size == 12 * actor.learnt // 4 and "rollout" in held.phases
+    assert parts(planner, sleep=True)["actor: masters and moments"].phases == ("scoring", "update")
+    assert "actor: masters and moments" not in parts(planner.changed(adam_offload=True))
+    whole = parts(planner.changed(zero_stage=0))
+    assert whole["actor: masters and moments"].size == 12 * actor.learnt
+    assert whole["actor: working weights"].size == actor.weights
+    assert parts(planner.changed(zero_stage=2))["actor: working weights, whole"].size == actor.weights
+
+
+def test_weights_go_to_engines_over_the_link_that_is_there(planner):
+    timing, weights = planner.timing, planner.models[0].weights
+    pool = Pool("actor", tuple(planner.units), 1, 4)
+    apart, link = timing.sync(Layout((pool,), Engines(4, 1, None)))
+    gathered = weights * 3 / 4 / (LINK_SHARE * 1e10)
+    assert apart == pytest.approx(gathered + weights / (LINK_SHARE * 4e9 / 4)) and "from one device" in link
+    near, link = timing.sync(Layout((dataclasses.replace(pool, per_node=2),), Engines(2, 1, None)))
+    assert near == pytest.approx(weights / 2 / (LINK_SHARE * 1e10) + weights / (LINK_SHARE * 1e10))
+    shared, link = timing.sync(Layout((pool,), Engines(4, 1, "actor")))
+    assert shared == pytest.approx(gathered + weights / timing.clock.bandwidth) and link == "the same device"
+
+
+def test_twice_the_devices_take_half_the_arithmetic(planner):
+    def seconds(devices):
+        pool = Pool("actor", ("actor",), 1, devices)
+        layout = Layout((pool,), Engines(1, 1, None))
+        share = planner.shares.of_pool(layout, pool, None, sleep=False)
+        return planner.timing.update(planner.models[0], pool, share)[0]
+
+    assert seconds(2) == pytest.approx(2 * seconds(4), rel=0.01)
+
+
+def test_the_best_of_a_kind_is_the_fastest_that_fits(planner):
+    for found in planner.best_of_each_kind():
+        layouts = candidates(planner.units, TWO, 1)[found.kind]
+        tried = [planner.tried(found.kind, layout, sleep=True) for layout in layouts]
+        assert found.fits and found.whole == min(one.whole for one in tried if one.fits)
+
+
+def test_advice_follows_from_figures(model):
+    several = ppo(model, "--n_samples_per_prompt 4 --prompt_max_len 256 --max_len 300 --adam_offload", job=GRPOOptions)
+    plan = plan_cluster(several, dataclasses.replace(TWO, nodes=3))
+    told = advice(plan)
+    kinds = {tried.kind: tried for tried in plan.kinds}
+    fastest = min(kinds.values(), key=lambda tried: tried.whole)
+    assert told[0].startswith(f"{fastest.kind}: {fastest.whole:.0f} s, against")
+    assert any(line.startswith("devices of") and "equal parts" in line for line in told)
+    assert any("without --adam_offload it fits too" in line for line in told)
+    if plan.shown.layout.engines:
+        assert any("--enable_prefix_caching" in line for line in told)
+    one = plan_cluster(ppo(model, "--adam_offload False"), TWO)
+    assert not any("--enable_prefix_caching" in line or "--adam_offload" in line for line in advice(one))
+
+
+def test_too_little_memory_is_said_with_what_would_help(model):
+    tight = dataclasses.replace(TWO, hardware=dataclasses.replace(DEVICE, memory=2**18))
+    plan = plan_cluster(ppo(model, "--zero_stage 0"), tight)
+    assert not any(tried.fits for tried in plan.kinds)
+    assert advice(plan)[0].startswith("nothing fits")
+
+
+def test_the_layout_of_the_options_comes_first_and_is_told_part_by_part(model):
+    words = "--actor_num_gpus_per_node 4 --colocate_actor_ref --critic_num_gpus_per_node 2 --colocate_critic_reward"
+    plan = plan_cluster(ppo(model, words, "--vllm_num_engines 2"), TWO)
+    assert plan.shown.kind == AS_ASKED and sizes_of(plan.shown.layout) == [4, 2, 2]
+    told = lines(plan, "tiny")
+    assert told[0] == "ppo of tiny on 2 machines with 4 x small, 0.1 GiB each"
+    assert any(line.startswith("  as the options say  4 : 2 : 2") for line in told)
+    assert any(line.startswith("  critic + reward, 2 devices: ") for line in told)
+    assert "10 GB/s between devices of a machine, 4 GB/s in and out" in told[-1]
+
+
+def test_every_named_device_has_its_links():
+    assert all(device.link and device.host_link for device in NAMED.values())
+    assert NAMED["A800-80G"].link < NAMED["A100-80G"].link

@@ -1,0 +1,150 @@
+"""How large passes are and how many layers recompute in them, where the plan may choose."""
+
+import dataclasses
+import functools
+import json
+import math
+
+import pytest
+import yaml
+
+from tests.cli.sft_job import write_model, write_rows
+from tests.tiny import tiny_model
+from trimtab.cli.main import main
+from trimtab.config.jobs import SFTOptions
+from trimtab.config.parse import parse
+from trimtab.distributed.world import World
+from trimtab.errors import UserError
+from trimtab.plan.choosing import chosen_passes, enough_tokens, fewest_recomputed
+from trimtab.plan.hardware import NAMED
+from trimtab.plan.memory import FILL, MemoryModel
+from trimtab.plan.passes import with_planned_passes
+from trimtab.plan.speed import ENOUGH, Clock, clock_of
+from trimtab.plan.work import Rows, Work
+
+LAYERS = 6
+OPEN = {"bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_layers": "auto"}
+WORK = Work(Rows(0, 64), 2**22, 64)  # a step of many passes
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory) -> MemoryModel:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", num_hidden_layers=LAYERS).save_pretrained(folder)
+    found = MemoryModel(SFTOptions(pretrain=str(folder), **OPEN), NAMED["H200"], WORK)
+    found.at = functools.cache(found.at)
+    return found
+
+
+def clock_with(memory: MemoryModel, host: float) -> Clock:
+    """`host`: seconds a layer."""
+    clock = clock_of(memory)
+    clock.rates = dataclasses.replace(clock.rates, host=host)
+    return clock
+
+
+def leave(memory: MemoryModel, room: int) -> None:
+    memory.hardware = dataclasses.replace(memory.hardware, memory=math.ceil(room / FILL))
+
+
+def test_as_few_layers_recompute_as_fit(memory):
+    peaks = [memory.at(512, number).peak for number in range(LAYERS + 1)]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) > 4
+    for peak in (*peaks, peaks[2] + 1, peaks[3] - 1):
+        leave(memory, peak)
+        found = fewest_recomputed(memory, 512)
+        assert found.recomputed == next(number for number, taken in enumerate(peaks) if taken <= memory.room)
+        assert found.peak == peaks[found.recomputed]
+    leave(memory, peaks[-1] - 4096)
+    assert fewest_recomputed(memory, 512).recomputed == LAYERS, "all, where no number is enough"
+
+
+def test_smaller_passes_come_before_recomputation_until_they_are_slower(memory):
+    leave(memory, memory.at(512, 0).peak)
+    large, small = fewest_recomputed(memory, 1024), fewest_recomputed(memory, 512)
+    assert large.recomputed > 0 == small.recomputed
+
+    def times(host: float) -> list[float]:
+        clock = clock_with(memory, host)
+        return [clock.update(memory.trained["model"], WORK.tokens, 1, found) for found in (large, small)]
+
+    slow, fast = times(host=0.0)
+    assert slow > 1.05 * fast, "what is computed again costs"
+    once, twice = times(host=1.0)
+    assert twice == pytest.approx(2 * once, rel=0.01), "a pass takes as long whatever is in it"
+    memory.work = dataclasses.replace(WORK, tokens=2048)
+    by_host, by_device = (chosen_passes(memory, clock_with(memory, host), None) for host in (1.0, 0.0))
+    memory.work = WORK
+    assert by_host.fits(memory.room) and by_host.tokens > by_device.tokens and by_host.recomputed > 0
+    assert by_device.fits(memory.room) and by_device.recomputed == 0 and by_device.tokens > 450
+
+
+def test_a_pass_has_as_many_tokens_as_make_it_fast_however_large_the_device_is(memory):
+    found = []
+    for gib in (100, 1000):
+        memory.hardware = dataclasses.replace(NAMED["H200"], memory=gib * 2**30)
+        clock = clock_with(memory, host=2e-4)
+        found.append(chosen_passes(memory, clock, None))
+    assert found[0].recomputed == found[1].recomputed == 0
+    assert found[0].tokens == found[1].tokens == enough_tokens(memory, clock) < WORK.tokens
+    trained = memory.trained["model"]
+    token, whole = clock.one_pass(trained, found[0].tokens, 0) / found[0].tokens, clock.training(trained, 0)
+    assert whole < token <= ENOUGH * whole
+    assert clock.one_pass(trained, found[0].tokens // 4, 0) / (found[0].tokens // 4) > 1.5 * token
+
+
+def test_passes_of_a_step_are_about_as_large_as_each_other(memory):
+    memory.hardware = NAMED["H200"]
+    clock = clock_with(memory, host=5e-5)
+    enough = enough_tokens(memory, clock)
+    memory.work = dataclasses.replace(WORK, tokens=int(2.1 * enough))
+    assert enough_tokens(memory, clock) == pytest.approx(1.05 * enough, rel=0.02)
+    memory.work = dataclasses.replace(WORK, rows=Rows(100, 1000, 2 * enough // 1000), tokens=8 * enough)
+    assert enough_tokens(memory, clock) >= 100 + 2 * enough // 1000 * 1000, "but whole groups"
+    memory.work = dataclasses.replace(WORK, tokens=enough // 3)
+    assert enough_tokens(memory, clock) == enough // 3, "and no larger than the step"
+    memory.work = WORK
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    write_model(tmp_path / "model", num_hidden_layers=LAYERS)
+    write_rows(tmp_path / "rows.jsonl", [{"input": f"{i}?", "output": "yes " * (1 + i % 5)} for i in range(16)])
+    return tmp_path
+
+
+def train(place, name: str, *words: str) -> list[float]:
+    common = {"pretrain": "model", "dataset": "rows.jsonl", "output_key": "output", "max_len": 64, "max_epochs": 1}
+    common |= {"train_batch_size": 8, "micro_train_batch_size": 8, "learning_rate": 1e-2, "save_path": name}
+    assert main(["sft", *(f"--{key}={value}" for key, value in common.items()), *words]) == 0
+    return [json.loads(line)["loss"] for line in (place / name / "metrics.jsonl").open()]
+
+
+@pytest.mark.long
+def test_a_run_that_leaves_it_open_says_how_many_layers_recompute_and_learns_the_same(place, monkeypatch, capsys):
+    auto = ("--gradient_checkpointing", "--gradient_checkpointing_layers", "auto")
+    plain = train(place, "plain")
+    monkeypatch.setattr(MemoryModel, "room", property(lambda self: self.at(10**6, 2).peak))
+    assert train(place, "tight", *auto) == plain
+    said = capsys.readouterr().out
+    options = yaml.safe_load((place / "tight/options.yaml").read_text())
+    assert options["gradient_checkpointing"] and options["gradient_checkpointing_layers"] == 2
+    assert "in which 2 of 6 layers recompute, by plan" in said
+    assert json.loads((place / "tight/manifest.json").read_text())["recomputing_layers"] == 2
+
+
+def test_what_is_planned_for_one_device_alone_is_said(capsys):
+    options = SFTOptions(**OPEN)
+    found = with_planned_passes(options, None, World(0, 2), lambda: pytest.fail("nothing is planned"))
+    assert found == (options, None) and "all layers recompute: " in capsys.readouterr().out
+
+
+def test_a_number_of_layers_or_auto_is_understood():
+    words = ["--gradient_checkpointing", "--gradient_checkpointing_layers"]
+    assert parse(SFTOptions, [*words, "3"]).gradient_checkpointing_layers == 3
+    assert parse(SFTOptions, [*words, "auto"]).gradient_checkpointing_layers == "auto"
+    assert parse(SFTOptions, [*words, "None"]).gradient_checkpointing_layers is None
+    with pytest.raises(UserError, match=r"takes a whole number, not 'few'; or auto$"):
+        parse(SFTOptions, [*words, "few"])

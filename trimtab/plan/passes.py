@@ -1,0 +1,139 @@
+"""How large passes are where no option says it: by a plan of the device's memory on an accelerator, by a fixed number
+of tokens on a CPU."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trimtab.config.groups import PASS_SIZES, PER_DEVICE
+from trimtab.config.rl_jobs import RLOptions
+from trimtab.data.prompts import PromptStore
+from trimtab.distributed.device import Device
+from trimtab.distributed.world import World
+from trimtab.models.hugging_face import first_line
+from trimtab.models.load import TrainedModelOptions
+from trimtab.plan.hardware import GIB, of_device
+from trimtab.plan.work import Rows, Work, budget_changes, rl_work, supposed
+from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.pass_limit import TOKENS_ON_CPU
+from trimtab.train.task import Task
+
+if TYPE_CHECKING:
+    from trimtab.plan.plan import Plan
+
+Job = TypeVar("Job", bound=TrainedModelOptions)
+
+
+def with_planned_passes(
+    options: Job, device: Device, world: World, work: Callable[[], Work]
+) -> tuple[Job, "Plan | None"]:
+    """The options with the plan's token budget and the plan; or as they are and None. Over several processes, where
+    passes are not planned, only what cannot be done at all is refused."""
+    if isinstance(options, RLOptions) and options.ray:
+        return options, None  # this process is on none of the devices; `trimtab plan --nodes` knows them
+    if isinstance(options, RLOptions) and world.size > 1:
+        from trimtab.plan.gathering import refuse_ungatherable
+
+        refuse_ungatherable(options, device, world.size)
+    proposed = is_wanted(options, device, world)
+    if not proposed and options.fit_memory:
+        world.say("warning: --fit_memory has no effect over several processes: one device is planned for")
+    if not proposed and not (options.plans_recomputation and can_be_planned(options, world)):
+        if options.plans_recomputation:
+            world.say("all layers recompute: how many must is planned for one device alone")
+        return options, None
+    from trimtab.plan.plan import make_plan  # a second of imports
+
+    try:
+        plan = make_plan(options, of_device(device), work(), propose=proposed)
+    except Exception as error:  # no fault of the plan may keep a run from starting that did not ask for one
+        if options.fit_memory:
+            raise
+        world.say(f"memory is not planned ({first_line(error)}); passes of {options.micro_train_batch_size} samples")
+        return options, None
+    tokens, room = plan.memory.tokens, f"{plan.memory_gib:.1f} of {plan.hardware.memory / GIB:.1f} GiB"
+    warning = "" if plan.fits else "warning: little memory is left, or none; trimtab plan says what it is for; "
+    how = f" in which {recomputation}" if (recomputation := plan.recomputation()) else ""
+    world.say(f"{warning}passes of up to {tokens:,} tokens{how}, by plan: {room} at the peak")
+    changes = plan.changes() | ({"fit_memory": False} if proposed else {})
+    return dataclasses.replace(options, **changes), plan
+
+
+def is_wanted(options: TrainedModelOptions, device: Device, world: World) -> bool:
+    """Whether the plan, and not the options, says how large a pass is."""
+    if options.fit_memory is not None or world.size > 1 or options.trainer == "tail":
+        return bool(options.fit_memory) and world.size == 1
+    return device.is_accelerator and not options.given & PASS_SIZES
+
+
+def uses_default_tokens(options: TrainedModelOptions, device: Device) -> bool:
+    """Whether passes are cut by the default number of tokens: on a CPU, where no option says how they are cut."""
+    if device.is_accelerator or options.fit_memory is not None or options.given & (PASS_SIZES | PER_DEVICE):
+        return False
+    if isinstance(options, RLOptions) and options.ray:  # the devices are elsewhere
+        return False
+    return options.trainer == "rl" or not options.asks("packing_samples")  # which has no effect in RL
+
+
+def with_default_tokens(options: Job, device: Device, saved: dict[str, int] | None = None) -> Job:
+    """The options with the default number of tokens in a pass, where it is used, or one sample if that has more.
+    `saved`: how the run that is resumed cut its passes, which stays."""
+    if not uses_default_tokens(options, device) or (saved is not None and "tokens" not in saved):
+        return options
+    longest = math.ceil(supposed(options).least / options.ring_attn_size)
+    tokens = max(TOKENS_ON_CPU, longest) if saved is None else saved["tokens"]
+    return dataclasses.replace(options, **budget_changes(options, tokens))
+
+
+def without_tokens(options: Job) -> Job:
+    """Passes by the number of samples: tokens would not bound the memory of a model that takes padded rows."""
+    return dataclasses.replace(options, **budget_changes(options, None))
+
+
+def saved_passes(options: TrainedModelOptions, world: World) -> dict[str, int] | None:
+    """How the run to resume cut its passes: earlier versions, which do not say it, by the number of samples. None:
+    there is none to resume. Every process must ask."""
+    if not options.load_checkpoint:
+        return None
+    found = None
+    if world.leads:
+        manifest = Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).manifest()
+        found = None if manifest is None else manifest.get("passes", {})
+    return world.gather(found)[0]
+
+
+def passes_of(options: TrainedModelOptions, *, packed: bool) -> dict[str, int]:
+    """How passes are cut, for the manifest. `packed`: whether the model takes packed rows."""
+    by_tokens = options.use_dynamic_batch if isinstance(options, RLOptions) else options.packing_samples and packed
+    if by_tokens and options.train_max_tokens_per_gpu is not None:
+        return {"tokens": options.train_max_tokens_per_gpu}
+    return {"samples": options.micro_train_batch_size}
+
+
+def default_line(options: TrainedModelOptions) -> str:
+    """What is said of the default number of tokens."""
+    return f"passes of up to {options.train_max_tokens_per_gpu:,} tokens; --micro_train_batch_size cuts by samples"
+
+
+def can_be_planned(options: TrainedModelOptions, world: World) -> bool:
+    return world.size == 1 and options.trainer != "tail"
+
+
+def supervised_work(task: Task) -> Work:
+    """Steps as they will come: the largest of them needs the most memory."""
+    lengths, order = task.lengths(task.store), task.order()
+    step = max(int(lengths[order.step_samples(step)].sum()) for step in range(order.steps))
+    return Work(Rows(0, task.longest()), step, int(lengths.max()))
+
+
+def work_of_prompts(options: RLOptions, stores: dict[str, PromptStore]) -> Work:
+    return rl_work(options, max(int(store.lengths.max()) for store in stores.values()))
+
+
+def for_manifest(plan: "Plan | None") -> dict[str, Any]:
+    if plan is None:
+        return {}
+    found = {"planned_memory_gib": plan.memory_gib}
+    return found if plan.memory.recomputed is None else found | {"recomputing_layers": plan.memory.recomputed}
