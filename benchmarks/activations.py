@@ -18,8 +18,8 @@ from trimtab.distributed.device import find_device
 from trimtab.models.load import prepare_training
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.plan.live import LiveBytes
-from trimtab.plan.work import Rows
+from trimtab.plan.fake_model import LiveBytes
+from trimtab.plan.workload import Rows
 
 CHECKPOINTING = {"gradient_checkpointing": True}
 

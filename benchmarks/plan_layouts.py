@@ -32,7 +32,7 @@ from trimtab.distributed import device as devices
 from trimtab.models.hugging_face import quiet_transformers
 from trimtab.plan.hardware import GIB, Hardware
 from trimtab.plan.split.plan import share_of
-from trimtab.plan.work import supposed
+from trimtab.plan.workload import supposed
 from trimtab.train import supervised
 from trimtab.train.dpo import train_dpo
 from trimtab.train.rl import trainer

@@ -40,7 +40,7 @@ from trimtab.models.attention import NAME, register
 from trimtab.models.selfcheck import Verdict
 from trimtab.plan.hardware import of_device
 from trimtab.plan.plan import make_plan
-from trimtab.plan.work import supposed
+from trimtab.plan.workload import supposed
 from trimtab.train import supervised
 from trimtab.train.dpo import train_dpo
 from trimtab.train.metrics import read_rows

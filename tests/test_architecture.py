@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # What each part may know of the rest of the project; a dotted name is one module. Every part may know itself.
 MAY_IMPORT = {
     "cli": {
-        *("running", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded"),
+        *("running", "config", "plan", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded"),
         *("data.hub", "data.knights", "envs", "rollout.trajectory", "watching", "errors", "files"),
         *("server", "sandbox", "output"),
     },
@@ -26,14 +26,16 @@ MAY_IMPORT = {
     # The same for callers in Python. Who gives options and objects wants everything but the words of a command.
     "api": {
         *("running", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "data"),
-        *("algos", "rollout", "envs", "progress", "interrupts", "errors"),
+        *("algos", "rollout", "envs", "plan", "progress", "interrupts", "errors"),
         *("server", "sandbox", "files", "output"),
     },
     "train": {
-        *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
+        *("data", "models", "plan", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
         *("envs", "server", "sandbox", "errors", "files"),
         *("evaluate.bad_words", "evaluate.tail_files", "evaluate.tail_risk"),
     },
+    # What memory and time a job will need: one cost model of what training does.
+    "plan": {"data", "models", "rollout", "rewards", "distributed", "config", "errors"},
     "models": {"data.batches", "data.hub", "distributed", "config", "interrupts", "errors", "files"},
     "rollout": {"data.batches", "models", "distributed", "errors"},
     "rewards": {

@@ -12,7 +12,7 @@ from trimtab.config.checks import check, settle
 from trimtab.config.jobs import PPOOptions
 from trimtab.config.parse import parse
 from trimtab.config.support import refuse_unimplemented
-from trimtab.train.rl.layouts import layout_of
+from trimtab.plan.layouts import layout_of
 
 UNITS = ["actor", "reference", "critic", "reward"]
 HERE = {"PYTHONPATH": str(EXAMPLES.parent)}

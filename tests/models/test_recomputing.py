@@ -12,7 +12,7 @@ from trimtab.models.offloading import Kept, MainMemory
 from trimtab.models.policy import Policy
 from trimtab.models.recomputing import recompute
 from trimtab.models.selfcheck import choose_path
-from trimtab.plan.live import LiveBytes
+from trimtab.plan.fake_model import LiveBytes
 
 WAYS = {
     "everything": {"gradient_checkpointing": False},

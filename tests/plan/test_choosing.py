@@ -18,9 +18,9 @@ from trimtab.errors import UserError
 from trimtab.plan.choosing import chosen_passes, enough_tokens, fewest_recomputed
 from trimtab.plan.hardware import NAMED
 from trimtab.plan.memory import FILL, MemoryModel
-from trimtab.plan.passes import with_planned_passes
+from trimtab.plan.micro_batches import with_planned_passes
 from trimtab.plan.speed import ENOUGH, Clock, clock_of
-from trimtab.plan.work import Rows, Work
+from trimtab.plan.workload import Rows, Work
 
 LAYERS = 6
 OPEN = {"bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_layers": "auto"}

@@ -11,7 +11,7 @@ from trimtab.distributed.world import World
 from trimtab.errors import UserError
 from trimtab.plan import gathering
 from trimtab.plan.hardware import Hardware
-from trimtab.plan.passes import with_planned_passes
+from trimtab.plan.micro_batches import with_planned_passes
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from trimtab.plan.hardware import GIB, NAMED, Hardware
 from trimtab.plan.memory import FILL, Memory, MemoryModel, Part, largest
 from trimtab.plan.plan import make_plan
 from trimtab.plan.speed import PLAIN
-from trimtab.plan.work import supposed
+from trimtab.plan.workload import supposed
 from trimtab.rollout.builtin.engine import BuiltinEngine
 
 SMALL = Hardware("small", 16 * 2**20, 1e12, 1e12, 1e11)

@@ -12,9 +12,8 @@ from trimtab.errors import UserError
 from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.tensor_parallel import cut
-from trimtab.plan.narrowing import narrow
-from trimtab.plan.pretended import Pretended
-from trimtab.plan.work import Rows
+from trimtab.plan.fake_model import Pretended, narrow
+from trimtab.plan.workload import Rows
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from trimtab.config.jobs import TRAINED, GRPOOptions, RLOptions, SFTOptions, Tai
 from trimtab.config.parse import parse
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
-from trimtab.plan.passes import is_wanted, with_default_tokens, with_planned_passes
+from trimtab.plan.micro_batches import is_wanted, with_default_tokens, with_planned_passes
 from trimtab.train.integrity import unsealed
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.trainer import PolicyTrainer
@@ -181,7 +181,7 @@ def test_a_model_that_cannot_be_planned_is_refused_only_where_a_plan_was_asked_f
     monkeypatch.setattr("trimtab.plan.memory.MemoryModel.at", broken)
     assert run("--fit_memory") == 2
     assert "--pretrain model cannot be planned: it looks at contents\n" in capsys.readouterr().err
-    monkeypatch.setattr("trimtab.plan.passes.is_wanted", lambda *_: True)
-    monkeypatch.setattr("trimtab.plan.passes.uses_default_tokens", lambda *_: False)
+    monkeypatch.setattr("trimtab.plan.micro_batches.is_wanted", lambda *_: True)
+    monkeypatch.setattr("trimtab.plan.micro_batches.uses_default_tokens", lambda *_: False)
     assert run("--save_path", "plain") == 0
     assert "it looks at contents); passes of 8 samples" in capsys.readouterr().out

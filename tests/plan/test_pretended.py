@@ -11,9 +11,8 @@ from trimtab.models.load import cast_parameters
 from trimtab.models.policy import Policy
 from trimtab.models.recomputing import recompute
 from trimtab.models.selfcheck import choose_path
-from trimtab.plan.live import LiveBytes
-from trimtab.plan.pretended import Pretended
-from trimtab.plan.work import Rows
+from trimtab.plan.fake_model import LiveBytes, Pretended
+from trimtab.plan.workload import Rows
 from trimtab.train.optimiser import Optimiser
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -15,10 +15,10 @@ from trimtab.distributed.device import Device
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
+from trimtab.plan.workload import TOKENS_ON_CPU, scoring_tokens
 from trimtab.train.optimiser import Optimiser
-from trimtab.train.pass_limit import TOKENS_ON_CPU, PassLimit, Result, memory_guard, taking_back, until_it_fits
+from trimtab.train.pass_limit import PassLimit, Result, memory_guard, taking_back, until_it_fits
 from trimtab.train.rl.cut import cost, micro_batches, packed
-from trimtab.train.rl.passes import larger
 
 COLUMNS = ("log_probs_N", "advantages_N", "weights_N", "reference_N")
 ADVICE = "gradient_checkpointing=True, lora_rank or bf16=True needs less memory"
@@ -48,7 +48,7 @@ class Passes:
 
     def score(self, rows: Rows, temperature: float, model: Policy) -> list[np.ndarray]:
         """Log-probs of the trained tokens of every sample, without gradients."""
-        budget = larger(self.tokens) if self.device.is_accelerator else self.tokens
+        budget = scoring_tokens(self.tokens) if self.device.is_accelerator else self.tokens
         found: dict[int, np.ndarray] = {}
 
         def attempt() -> None:

@@ -21,7 +21,7 @@ from trimtab.data.hub import trusting
 from trimtab.errors import UserError
 
 if TYPE_CHECKING:
-    from trimtab.plan.machines import Machines
+    from trimtab.plan.hardware import Machines
 
 Planned = SupervisedOptions | RLOptions
 _MODELS = ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "teacher_model")
@@ -71,13 +71,13 @@ def _check_cluster(own: argparse.Namespace) -> None:
 def _with_shapes(options: Planned, folder: Path) -> Planned:
     """Models that are given by their size alone get a folder with their configuration."""
     from trimtab.config.sources import listed
-    from trimtab.plan import shapes
+    from trimtab.plan import workload
 
     changes: dict[str, Any] = {}
     for name in _MODELS:
         named = listed(getattr(options, name, None))
-        if any(model in shapes.NAMES for model in named):
-            found = [shapes.written(m, folder) if m in shapes.NAMES and not Path(m).exists() else m for m in named]
+        if any(model in workload.NAMES for model in named):
+            found = [workload.written(m, folder) if m in workload.NAMES and not Path(m).exists() else m for m in named]
             changes[name] = ",".join(found)
     return dataclasses.replace(options, **changes)
 
@@ -91,7 +91,7 @@ def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustere
     hardware = named(own.on, find_device(), own.device_memory)
     with trusting(options.trust_remote_code):
         if clustered:
-            from trimtab.plan.machines import Machines
+            from trimtab.plan.hardware import Machines
 
             machines = Machines(hardware, own.nodes or 1, own.gpus or 8, own.network * 1e9)
             told = _on_machines(options, machines, typed.pretrain)
@@ -101,7 +101,7 @@ def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustere
             told = lines(typed, options, hardware)
         else:
             from trimtab.plan.plan import make_plan
-            from trimtab.plan.work import supposed
+            from trimtab.plan.workload import supposed
 
             made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
             told = dataclasses.replace(made, options=typed).lines()

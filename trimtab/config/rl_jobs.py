@@ -129,6 +129,30 @@ class RLOptions(
         return bool(self.eval_dataset or own)
 
     @property
+    def groups_per_update(self) -> int:
+        """Groups of one optimizer step. Groups of other sizes than --n_samples_per_prompt change its samples, not the
+        number of steps."""
+        return max(1, self.train_batch_size // self.n_samples_per_prompt)
+
+    @property
+    def updates_per_iteration(self) -> int:
+        """Optimizer steps that one rollout of full size gives."""
+        return self.max_epochs * -(-self.rollout_batch_size // self.groups_per_update)
+
+    def scores_old_policy(self, *, reference: bool, teacher: bool, leaves_kl: bool) -> bool:
+        """Whether the loop needs the policy's log-probs before the update: to compare them with a teacher's or a
+        reference's (whether there is one), or with those after the first update. An only update computes its own."""
+        return self.updates_per_iteration > 1 or teacher or (reference and not leaves_kl)
+
+    def leaves_kl_to_update(self, *, accelerator: bool) -> bool:
+        """Whether the update can compute the KL to the reference: as a loss, or where advantages are sums of rewards,
+        of which it is one term. Dropout would be in it. A CPU gains little, and would round otherwise than before."""
+        if self.keep_dropout or self.lora_dropout > 0 or not accelerator:
+            return False
+        summed = not (self.estimator.critic or self.estimator.whitened)
+        return self.use_kl_loss or summed
+
+    @property
     def policy_processes(self) -> int:
         return self.processes if self.ray else len(self.ranks_of("actor", self.processes))
 

@@ -31,6 +31,22 @@ WHOLE_SUMS = 2**32  # bytes of gradient sums that every process may hold whole b
 GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def accumulate_in(dtype: torch.dtype, parameter: Tensor, sums: dict[str, Tensor], name: str) -> None:
+    """Add a parameter's gradients up in another dtype than its own, in `sums`: each as the backward pass completes it,
+    so that no pass holds all of them in two dtypes."""
+
+    def accumulate(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(dtype)
+        parameter.grad = None
+        if name in sums:
+            sums[name] += gradient
+        else:
+            sums[name] = gradient
+
+    parameter.register_post_accumulate_grad_hook(accumulate)
+
+
 def shard(
     module: nn.Module,
     layers: list[nn.Module],

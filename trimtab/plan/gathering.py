@@ -14,7 +14,7 @@ from trimtab.models.packed import PackedModel
 from trimtab.plan import advice
 from trimtab.plan.hardware import GIB, Hardware, of_device
 from trimtab.plan.memory import Part
-from trimtab.plan.work import frozen_models, trained_models
+from trimtab.plan.workload import frozen_models, trained_models
 
 PHASES = ("rollout",)
 

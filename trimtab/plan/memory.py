@@ -14,11 +14,10 @@ from trimtab.config.jobs import RLOptions
 from trimtab.models.lm_head import chunk_tokens
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.policy import Policy
+from trimtab.plan.fake_model import Pretended
 from trimtab.plan.hardware import Hardware
-from trimtab.plan.pretended import Pretended
-from trimtab.plan.work import Work, frozen_models, trained_models
+from trimtab.plan.workload import Work, frozen_models, scoring_tokens, trained_models
 from trimtab.rollout.factory import EngineMemory
-from trimtab.train.rl.passes import larger
 
 FILL = 0.85  # of a device's memory; the rest is for what is not seen here, and for gaps between tensors
 MOST_TOKENS = 2**17  # larger passes are no faster
@@ -122,7 +121,7 @@ class MemoryModel:
             return tokens
         if "rollout_max_tokens_per_gpu" in options.given:
             return options.rollout_max_tokens_per_gpu or tokens
-        return min(larger(tokens), self.work.tokens)
+        return min(scoring_tokens(tokens), self.work.tokens)
 
     def _update(self, name: str, model: Pretended, tokens: int, recomputed: int | None) -> list[Part]:
         every = model.layers if recomputed == self.layers else recomputed

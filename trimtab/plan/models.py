@@ -16,10 +16,9 @@ from trimtab.models.lora import refuse_adapted_experts
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy
 from trimtab.models.sharded import decoder_layers
-from trimtab.plan.narrowing import narrow
-from trimtab.plan.pretended import PassBytes, Pretended
+from trimtab.plan.fake_model import PassBytes, Pretended, narrow
 from trimtab.plan.speed import multiplied
-from trimtab.plan.work import Rows, frozen_models, trained_models
+from trimtab.plan.workload import Rows, frozen_models, trained_models
 from trimtab.rollout.factory import EngineMemory
 
 SHORT = (1, 2)

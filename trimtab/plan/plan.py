@@ -11,7 +11,7 @@ from trimtab.plan.choosing import chosen_passes
 from trimtab.plan.hardware import GIB, Hardware
 from trimtab.plan.memory import FILL, PHASES, Memory, MemoryModel
 from trimtab.plan.speed import StepTime, assumptions, clock_of, rates_of, step_time
-from trimtab.plan.work import Work, budget_changes, given_budget
+from trimtab.plan.workload import Work, budget_changes, given_budget
 
 
 @dataclass

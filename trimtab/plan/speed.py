@@ -19,11 +19,10 @@ from typing import Any
 from trimtab.config.groups import ModelOptions
 from trimtab.config.jobs import RLOptions
 from trimtab.models.load import TrainedModelOptions
+from trimtab.plan.fake_model import Pretended
 from trimtab.plan.hardware import Hardware
 from trimtab.plan.memory import Memory, MemoryModel
-from trimtab.plan.pretended import Pretended
-from trimtab.plan.work import Work
-from trimtab.train.rl.old_policy import leaves_kl_to_update, scores_old_policy
+from trimtab.plan.workload import Work
 
 BANDWIDTH_SHARE = 0.7
 LAYER_SECONDS = 25e-6  # that a layer of one decode step takes on an accelerator besides its bytes
@@ -138,7 +137,7 @@ def scores_policy(options: RLOptions, *, apart: bool, accelerator: bool) -> bool
     if not apart and not options.bf16 and not options.weight_only_int8:
         return False
     there = {"reference": options.init_kl_coef > 0, "teacher": options.teacher_model is not None}
-    return scores_old_policy(options, **there, leaves_kl=leaves_kl_to_update(options, accelerator=accelerator))
+    return options.scores_old_policy(**there, leaves_kl=options.leaves_kl_to_update(accelerator=accelerator))
 
 
 class Clock:

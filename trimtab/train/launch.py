@@ -23,17 +23,17 @@ from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.sharded import mesh_of
 from trimtab.models.splits import check_splits
-from trimtab.plan.passes import (
+from trimtab.plan.micro_batches import (
     default_line,
     for_manifest,
     passes_of,
-    saved_passes,
-    supervised_work,
     uses_default_tokens,
     with_default_tokens,
     with_planned_passes,
     without_tokens,
 )
+from trimtab.plan.workload import Rows, Work
+from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.pass_limit import BeginAnew
 from trimtab.train.rehearsal import memory_line, model_lines, samples_with_masks, usable_rows
 from trimtab.train.supervised import SupervisedRun
@@ -97,6 +97,25 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     described = {} if task.padded else for_manifest(memory_plan)
     described["passes"] = passes_of(options, packed=not task.padded)
     return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, mesh, described=described)
+
+
+def saved_passes(options: TrainedModelOptions, world: World) -> dict[str, int] | None:
+    """How the run to resume cut its passes: earlier versions, which do not say it, by the number of samples. None:
+    there is none to resume. Every process must ask."""
+    if not options.load_checkpoint:
+        return None
+    found = None
+    if world.leads:
+        manifest = Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).manifest()
+        found = None if manifest is None else manifest.get("passes", {})
+    return world.gather(found)[0]
+
+
+def supervised_work(task: Task) -> Work:
+    """Steps as they will come: the largest of them needs the most memory."""
+    lengths, order = task.lengths(task.store), task.order()
+    step = max(int(lengths[order.step_samples(step)].sum()) for step in range(order.steps))
+    return Work(Rows(0, task.longest()), step, int(lengths.max()))
 
 
 def rehearse(options: SupervisedOptions, make_task: MakeTask) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimtab.config.groups import UpdateOptions
-from trimtab.distributed.sharding import local, sum_over_parts
+from trimtab.distributed.sharding import accumulate_in, local, sum_over_parts
 from trimtab.train.tensor_parts import HeldParts, TensorParts
 
 
@@ -47,7 +47,7 @@ class Optimiser:
         for name, parameter in self.working.items():
             # A sharded model sums its gradients itself, in this dtype.
             if parameter.dtype != gradient_dtype and not isinstance(parameter, DTensor):
-                parameter.register_post_accumulate_grad_hook(self._accumulate_into(name))
+                accumulate_in(gradient_dtype, parameter, self.accumulated, name)
         self.adam = torch.optim.AdamW(
             self._groups(options.l2),
             lr=learning_rate,
@@ -171,17 +171,6 @@ class Optimiser:
         others = [m for m in self.masters.values() if m.ndim < 2]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
         return [g for g in groups if g["params"]]
-
-    def _accumulate_into(self, name: str) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            gradient = parameter.grad.to(self.gradient_dtype)
-            parameter.grad = None
-            if name in self.accumulated:
-                self.accumulated[name] += gradient
-            else:
-                self.accumulated[name] = gradient
-
-        return hook
 
     def _gradient(self, name: str, master: Tensor) -> Tensor | None:
         gradient = self.accumulated.get(name, self.working[name].grad)

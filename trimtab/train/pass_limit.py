@@ -21,8 +21,6 @@ from trimtab.train.optimiser import Optimiser
 
 Result = TypeVar("Result")
 
-TOKENS_ON_CPU = 2048
-"""Of a pass where nothing says how large it is: enough to keep the cores of a CPU busy, in little memory."""
 FLAGS = "--gradient_checkpointing, --bf16, --lora_rank or --adam_offload needs less memory"
 
 

@@ -17,8 +17,8 @@ from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
 from trimtab.models.sharded_load import settle_path
 from trimtab.plan.hardware import GIB, of_device, shared
-from trimtab.plan.passes import is_wanted
-from trimtab.plan.work import Work
+from trimtab.plan.micro_batches import is_wanted
+from trimtab.plan.workload import Work
 
 SHOWN = 600  # characters of a sample
 

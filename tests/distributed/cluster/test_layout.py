@@ -4,7 +4,7 @@ from trimtab.config.checks import settle
 from trimtab.config.jobs import PPOOptions
 from trimtab.distributed.cluster.layout import Engines, Layout, Pool, table
 from trimtab.errors import UserError
-from trimtab.train.rl.layouts import layout_of
+from trimtab.plan.layouts import layout_of
 
 UNITS = ("actor", "reference", "critic", "reward")
 

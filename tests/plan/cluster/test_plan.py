@@ -13,12 +13,11 @@ from trimtab.plan.cluster.advice import advice
 from trimtab.plan.cluster.candidates import candidates, groupings, sizes_of, splits, words_of
 from trimtab.plan.cluster.plan import AS_ASKED, Planner, plan_cluster
 from trimtab.plan.cluster.telling import lines
-from trimtab.plan.hardware import NAMED, Hardware
-from trimtab.plan.machines import LINK_SHARE, Machines
+from trimtab.plan.fake_model import Pretended
+from trimtab.plan.hardware import LINK_SHARE, NAMED, Hardware, Machines
+from trimtab.plan.layouts import layout_of
 from trimtab.plan.models import planned_models
-from trimtab.plan.pretended import Pretended
-from trimtab.plan.work import supposed, trained_models
-from trimtab.train.rl.layouts import layout_of
+from trimtab.plan.workload import supposed, trained_models
 
 DEVICE = Hardware("small", 64 * 2**20, 1e12, 1e12, 1e11, link=1e10)
 TWO = Machines(DEVICE, 2, 4, 4e9)

@@ -8,11 +8,10 @@ import pytest
 from trimtab.config.checks import settle
 from trimtab.config.jobs import PPOOptions
 from trimtab.config.parse import parse
-from trimtab.plan import shapes
+from trimtab.plan import workload
 from trimtab.plan.cluster.candidates import PAIRS, candidates
 from trimtab.plan.cluster.plan import Planner, best
-from trimtab.plan.hardware import NAMED
-from trimtab.plan.machines import Machines
+from trimtab.plan.hardware import NAMED, Machines
 
 PUBLISHED = {"7B": (16, 471.11), "13B": (32, 608.93), "34B": (32, 1526.4), "70B": (32, 4488.53)}  # GPUs, seconds
 FACTOR = 1.6
@@ -31,7 +30,7 @@ def row_of(size: str) -> list[str]:
 )
 def test_the_page_says_what_is_planned_beside_what_was_published(size, tmp_path):
     gpus, seconds = PUBLISHED[size]
-    model = shapes.written(size, tmp_path)
+    model = workload.written(size, tmp_path)
     options, _ = settle(parse(PPOOptions, f"--pretrain {model} --reward_pretrain {model} {WORDS}".split()))
     planner = Planner(options, Machines(NAMED["A800-80G"], gpus // 8, 8, 100e9))
     layouts = candidates(planner.units, planner.machines, planner.least_tensor_parallel())[PAIRS]

@@ -8,15 +8,14 @@ from tests.tiny import tiny_model
 from trimtab.config.checks import settle
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parse import parse
-from trimtab.plan import shapes
+from trimtab.plan import workload
 from trimtab.plan.advice import that_fit
-from trimtab.plan.hardware import GIB, NAMED, Hardware
-from trimtab.plan.machines import Machines
+from trimtab.plan.hardware import GIB, NAMED, Hardware, Machines
 from trimtab.plan.split.launcher import flags_that_fit
 from trimtab.plan.split.layout import Split
 from trimtab.plan.split.plan import SplitPlan, SplitPlanner, best, plan_split
 from trimtab.plan.split.telling import flags, lines
-from trimtab.plan.work import supposed
+from trimtab.plan.workload import supposed
 
 MIB = 2**20
 DEVICE = Hardware("small", 64 * MIB, 1e12, 1e12, 1e11, link=1e10)
@@ -106,7 +105,9 @@ def test_a_job_that_does_not_fit_names_the_flag_that_makes_it_fit(model):
     ],
 )
 def test_large_models_get_a_layout_that_fits(size, nodes, device, memory, tmp_path):
-    options = settle(parse(SFTOptions, f"--pretrain {shapes.written(size, tmp_path)} --bf16 --max_len 4096".split()))[0]
+    options = settle(parse(SFTOptions, f"--pretrain {workload.written(size, tmp_path)} --bf16 --max_len 4096".split()))[
+        0
+    ]
     made = plan_split(options, Machines(NAMED[device], nodes, 8, 100e9))
     assert made.proposed.fits and made.proposed.memory.peak < 0.86 * memory * GIB
     assert made.proposed.memory.peak > 0.1 * memory * GIB

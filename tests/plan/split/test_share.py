@@ -12,7 +12,7 @@ from trimtab.distributed import sharding
 from trimtab.plan.hardware import NAMED, Hardware
 from trimtab.plan.split.plan import share_of
 from trimtab.plan.split.share import LEARNT_KEYS
-from trimtab.plan.work import supposed
+from trimtab.plan.workload import supposed
 
 WORDS = "--bf16 --max_len 64 --train_batch_size 64 --micro_train_batch_size 4 --zero_stage"
 RL = "--prompt_max_len 16 --generate_max_len 16 --rollout_batch_size 8 --train_batch_size 8 --micro_train_batch_size 2"

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from trimtab.distributed.cluster.layout import FLAGS, Engines, Layout, Pool
-from trimtab.plan.machines import Machines
+from trimtab.plan.hardware import Machines
 
 UNITS = ("actor", "reference", "teacher", "critic", "reward")
 HYBRID, PAIRS, APART, BUILTIN = "hybrid", "pairs", "apart", "built-in engine"

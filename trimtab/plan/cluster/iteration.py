@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from trimtab.distributed.cluster.layout import Layout, Pool
 from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
 from trimtab.plan.cluster.shares import EngineShare, Share, Shares
-from trimtab.plan.machines import MAIN_MEMORY
+from trimtab.plan.hardware import MAIN_MEMORY
 from trimtab.plan.models import PlannedModel
 from trimtab.plan.speed import OPTIMISER_BYTES, Clock, config_of, scores_policy, size
 

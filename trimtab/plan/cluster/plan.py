@@ -13,13 +13,13 @@ from trimtab.models.hugging_face import first_line
 from trimtab.plan.cluster.candidates import UNITS, candidates
 from trimtab.plan.cluster.iteration import Iteration, Timing, activation_bytes
 from trimtab.plan.cluster.shares import EngineShare, Share, Shares
-from trimtab.plan.machines import Machines
+from trimtab.plan.hardware import Machines
+from trimtab.plan.layouts import layout_of
 from trimtab.plan.memory import FILL
 from trimtab.plan.models import PlannedModel, planned_models
 from trimtab.plan.plan import refuse_unplannable
 from trimtab.plan.speed import COUNTED_TOKENS, SPLIT, Clock
-from trimtab.plan.work import supposed
-from trimtab.train.rl.layouts import layout_of
+from trimtab.plan.workload import supposed
 
 ENGINE_FILL = 0.6  # of an engine's share of memory that its weights may take, or keys and values have no room
 AS_ASKED = "as the options say"

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.cluster.layout import Engines, Layout, Pool
 from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
-from trimtab.plan.machines import Machines
+from trimtab.plan.hardware import Machines
 from trimtab.plan.memory import FILL, MOST_TOKENS, PHASES, SAMPLED_COPIES, Memory, Part, total
 from trimtab.plan.models import PlannedModel
-from trimtab.plan.work import Work, given_budget
+from trimtab.plan.workload import Work, given_budget
 
 LAYERS_IN_HAND = 2  # gathered at a time: the one that works and the next
 

@@ -7,9 +7,9 @@ from typing import Any
 from trimtab.errors import UserError
 from trimtab.models.families import check_can_be_cut
 from trimtab.models.load import TrainedModelOptions
-from trimtab.plan.machines import Machines
+from trimtab.plan.hardware import Machines
 from trimtab.plan.split.layout import CHANGED
-from trimtab.plan.work import Work
+from trimtab.plan.workload import Work
 
 STAGES = (2, 3)
 SHORTEST = 1024  # tokens of a row that a process should have at least: shorter ones wait for each other

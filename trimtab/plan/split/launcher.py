@@ -12,7 +12,7 @@ from trimtab.plan.plan import budget_words, make_plan, refuse_unplannable
 from trimtab.plan.split.plan import share_of
 from trimtab.plan.split.share import ProcessShare
 from trimtab.plan.split.telling import memory_lines
-from trimtab.plan.work import Work, supposed
+from trimtab.plan.workload import Work, supposed
 
 
 def planned_memory(

@@ -11,8 +11,7 @@ from trimtab.config.groups import PASS_SIZES
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import first_line
 from trimtab.models.load import TrainedModelOptions
-from trimtab.plan.hardware import Hardware
-from trimtab.plan.machines import Machines
+from trimtab.plan.hardware import Hardware, Machines
 from trimtab.plan.memory import PHASES, Memory
 from trimtab.plan.models import PlannedModel, planned_models
 from trimtab.plan.plan import refuse_unplannable
@@ -20,7 +19,7 @@ from trimtab.plan.split.candidates import candidates
 from trimtab.plan.split.layout import CHANGED, Split
 from trimtab.plan.split.share import ProcessShare
 from trimtab.plan.split.step import SplitStep
-from trimtab.plan.work import Work, supposed
+from trimtab.plan.workload import Work, supposed
 
 
 def share_of(options: TrainedModelOptions, hardware: Hardware, work: Work, processes: int) -> ProcessShare:

@@ -22,7 +22,7 @@ from trimtab.plan.memory import FILL, MOST_TOKENS, Memory, Part, total
 from trimtab.plan.models import PlannedModel
 from trimtab.plan.split.layout import Split
 from trimtab.plan.split.rollout import rollout_parts
-from trimtab.plan.work import Work, given_budget
+from trimtab.plan.workload import Work, given_budget
 
 LAYERS_IN_HAND = 2  # gathered at a time: the one that works and the next
 LEARNING = ("update", "reduction")

@@ -3,8 +3,7 @@ asked for, and the flags to paste."""
 
 from collections.abc import Iterable
 
-from trimtab.plan.hardware import GIB
-from trimtab.plan.machines import Machines
+from trimtab.plan.hardware import GIB, Machines
 from trimtab.plan.memory import FILL, PHASES, Memory
 from trimtab.plan.plan import budget_words
 from trimtab.plan.speed import SPLIT, assumptions

@@ -13,7 +13,7 @@ from trimtab.distributed.staging import Unit
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World
 from trimtab.models.load import policy_skeleton
-from trimtab.plan.passes import (
+from trimtab.plan.micro_batches import (
     default_line,
     for_manifest,
     passes_of,

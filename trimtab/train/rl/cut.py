@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trimtab.config.jobs import RLOptions
 from trimtab.data.packing import pack
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.trajectories import Trajectories
@@ -72,14 +71,3 @@ def cost(experience: Trajectories, samples: Sequence[int]) -> int:
 def halves(samples: list[int]) -> list[list[int]]:
     middle = len(samples) // 2
     return [samples[:middle], samples[middle:]] if middle else [samples]
-
-
-def groups_at_once(options: RLOptions) -> int:
-    """Of an optimiser step. Groups of other sizes than --n_samples_per_prompt change its samples, not the number of
-    steps."""
-    return max(1, options.train_batch_size // options.n_samples_per_prompt)
-
-
-def updates_per_iteration(options: RLOptions) -> int:
-    """Optimiser steps that one rollout of full size gives."""
-    return options.max_epochs * -(-options.rollout_batch_size // groups_at_once(options))

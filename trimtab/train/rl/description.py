@@ -7,10 +7,10 @@ from trimtab.config.jobs import RLOptions
 from trimtab.config.sources import listed
 from trimtab.distributed.cluster.layout import Layout
 from trimtab.distributed.staging import Unit
+from trimtab.plan.layouts import layout_of
 from trimtab.rollout.factory import engine_environment
 from trimtab.train.rl import builders
 from trimtab.train.rl.builders import has_reference
-from trimtab.train.rl.layouts import layout_of
 
 
 def units_of(options: RLOptions, processes: int) -> list[Unit]:

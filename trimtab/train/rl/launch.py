@@ -11,13 +11,14 @@ from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.sharded import mesh_of
-from trimtab.plan.passes import saved_passes, with_default_tokens
+from trimtab.plan.micro_batches import with_default_tokens
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
+from trimtab.train.launch import saved_passes
 from trimtab.train.pass_limit import BeginAnew, NoRoom
 from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, LeftOut, Replied, UnderWay, Wait, Written
 from trimtab.train.rl.batches import AnswerSlice, TextSlice

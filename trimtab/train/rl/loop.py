@@ -27,13 +27,12 @@ from trimtab.train.pass_limit import NoRoom, PassLimit
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.watchdog import Stalled
 from trimtab.train.rl.compiling import RoleCompiling
-from trimtab.train.rl.cut import groups_at_once, mini_batches, updates_per_iteration
+from trimtab.train.rl.cut import mini_batches
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.failures import EnvironmentFailed
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.iteration import Counters, Iteration, row_of, timed
-from trimtab.train.rl.old_policy import leaves_kl_to_update, scores_old_policy
 from trimtab.train.rl.passes import Passes, counted, totals_of
 from trimtab.train.rl.probe import check_row, check_samples
 from trimtab.train.rl.publishing import publishing_of
@@ -85,7 +84,7 @@ class RLRun:
 
     def schedule(self) -> None:
         """Tell those that learn how many steps there will be."""
-        steps = self.files.total * updates_per_iteration(self.options)
+        steps = self.files.total * self.options.updates_per_iteration
         for role in (self.roles.actor, self.roles.critic):
             if role is not None:
                 role.call("schedule", steps=steps)
@@ -250,12 +249,12 @@ class RLRun:
         there = {name: getattr(self.roles, name) is not None for name in ("reference", "teacher")}
         # Of an episode in several branches the KL to come may be in another pass.
         leaves_kl = self.leaves_kl_to_update and experience.branches_S is None
-        return scores_old_policy(self.options, **there, leaves_kl=leaves_kl)
+        return self.options.scores_old_policy(**there, leaves_kl=leaves_kl)
 
     @property
     def leaves_kl_to_update(self) -> bool:
         updated = self.counters.iteration >= self.options.freezing_actor_steps
-        return updated and leaves_kl_to_update(self.options, accelerator=self.on_accelerator)
+        return updated and self.options.leaves_kl_to_update(accelerator=self.on_accelerator)
 
     def shape(self, experience: Experience) -> dict[str, float]:
         """Rewards become advantages; what there is to say of them."""
@@ -273,7 +272,7 @@ class RLRun:
             samples
             for epoch in range(options.max_epochs)
             for samples in mini_batches(
-                work.experience, groups_at_once(options), (options.seed, self.counters.iteration, epoch)
+                work.experience, options.groups_per_update, (options.seed, self.counters.iteration, epoch)
             )
         ]
 
@@ -311,7 +310,7 @@ class RLRun:
             # advantage: an optimiser step needs a backward pass in every process.
             learnt = with_advantage(experience, samples) or samples[:1]
         columns = ["advantages_N", "sampled_N"]
-        if updates_per_iteration(options) > 1:  # else the policy that is updated is the old one
+        if options.updates_per_iteration > 1:  # else the policy that is updated is the old one
             columns.append("old_N")
         if kl_loss or kl_left:
             columns.append("reference_N")

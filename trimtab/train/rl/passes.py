@@ -13,16 +13,13 @@ from torch import Tensor
 from trimtab.config.jobs import RLOptions
 from trimtab.distributed.roles import Group
 from trimtab.distributed.world import deal
+from trimtab.plan.workload import scoring_tokens
 from trimtab.train.pass_limit import FLAGS, BeginAnew, NoRoom, PassLimit, Result, until_it_fits
 from trimtab.train.rl.batches import Slice
 from trimtab.train.rl.cut import cost, halves, micro_batches
 from trimtab.train.rl.experience import Experience
 
 Parts = Sequence[Sequence[Slice]]  # of every process, with as many passes for each
-
-# Tokens that a pass of scoring holds on an accelerator, at most so many times as many as one of training: nothing is
-# kept for a backward pass, so that a layer's activations are all that grows.
-SCORED, TIMES = 32_768, 4
 
 
 class Passes:
@@ -114,7 +111,7 @@ class Passes:
         budget = budget or options.train_max_tokens_per_gpu
         assert budget is not None
         if self.larger_scoring and "rollout_max_tokens_per_gpu" not in options.given:
-            budget = larger(budget)
+            budget = scoring_tokens(budget)
         return options.row_tokens(budget)
 
     def token_budget(self) -> int | None:
@@ -122,11 +119,6 @@ class Passes:
         if not self.options.use_dynamic_batch or self.options.train_max_tokens_per_gpu is None:
             return None
         return self.limit.of_tokens(self.options.row_tokens(self.options.train_max_tokens_per_gpu))
-
-
-def larger(budget: int) -> int:
-    """Tokens of a pass of scoring, where those of training have so many."""
-    return max(budget, min(SCORED, TIMES * budget))
 
 
 def counted(what: str, *parts: Sequence[Slice]) -> float:

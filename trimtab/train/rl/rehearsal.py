@@ -9,7 +9,7 @@ from trimtab.distributed.cluster.layout import table
 from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Unit
 from trimtab.models.load import policy_skeleton
-from trimtab.plan.passes import default_line, uses_default_tokens, with_default_tokens, work_of_prompts
+from trimtab.plan.micro_batches import default_line, uses_default_tokens, with_default_tokens, work_of_prompts
 from trimtab.rewards.build import check_columns, check_reward
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.factory import require_packed
@@ -25,7 +25,6 @@ from trimtab.train.rl.checks import (
     critic_start,
 )
 from trimtab.train.rl.controller import iterations_of
-from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.description import layout_of_units, units_of
 from trimtab.train.rl.playing import as_played, load_stores
 from trimtab.train.rl.recording import Recording, as_recorded
@@ -95,7 +94,7 @@ def rehearse_rl(
         *described_model,
         f"engine: {'vLLM' if options.uses_vllm else 'built-in'}",
         f"data: {reports['train'].in_files:,} prompts give {'about ' if about else ''}"
-        f"{iterations_of(whole, options):,} iterations of {updates_per_iteration(options)} updates",
+        f"{iterations_of(whole, options):,} iterations of {options.updates_per_iteration} updates",
         f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
         *rewarded,
         *played,

@@ -4,7 +4,6 @@ of tokens on a CPU."""
 import dataclasses
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trimtab.config.groups import PASS_SIZES, PER_DEVICE
@@ -15,13 +14,11 @@ from trimtab.distributed.world import World
 from trimtab.models.hugging_face import first_line
 from trimtab.models.load import TrainedModelOptions
 from trimtab.plan.hardware import GIB, of_device
-from trimtab.plan.work import Rows, Work, budget_changes, rl_work, supposed
-from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.pass_limit import TOKENS_ON_CPU
-from trimtab.train.task import Task
+from trimtab.plan.workload import TOKENS_ON_CPU, Work, budget_changes, rl_work, supposed
 
 if TYPE_CHECKING:
     from trimtab.plan.plan import Plan
+
 
 Job = TypeVar("Job", bound=TrainedModelOptions)
 
@@ -92,18 +89,6 @@ def without_tokens(options: Job) -> Job:
     return dataclasses.replace(options, **budget_changes(options, None))
 
 
-def saved_passes(options: TrainedModelOptions, world: World) -> dict[str, int] | None:
-    """How the run to resume cut its passes: earlier versions, which do not say it, by the number of samples. None:
-    there is none to resume. Every process must ask."""
-    if not options.load_checkpoint:
-        return None
-    found = None
-    if world.leads:
-        manifest = Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).manifest()
-        found = None if manifest is None else manifest.get("passes", {})
-    return world.gather(found)[0]
-
-
 def passes_of(options: TrainedModelOptions, *, packed: bool) -> dict[str, int]:
     """How passes are cut, for the manifest. `packed`: whether the model takes packed rows."""
     by_tokens = options.use_dynamic_batch if isinstance(options, RLOptions) else options.packing_samples and packed
@@ -119,13 +104,6 @@ def default_line(options: TrainedModelOptions) -> str:
 
 def can_be_planned(options: TrainedModelOptions, world: World) -> bool:
     return world.size == 1 and options.trainer != "tail"
-
-
-def supervised_work(task: Task) -> Work:
-    """Steps as they will come: the largest of them needs the most memory."""
-    lengths, order = task.lengths(task.store), task.order()
-    step = max(int(lengths[order.step_samples(step)].sum()) for step in range(order.steps))
-    return Work(Rows(0, task.longest()), step, int(lengths.max()))
 
 
 def work_of_prompts(options: RLOptions, stores: dict[str, PromptStore]) -> Work:
