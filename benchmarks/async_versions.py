@@ -131,10 +131,10 @@ def write(session: Session, groups: list[Group]) -> None:
     found: list[Trajectory] = []
     # All answers to a prompt are equally long: the first one is there while the others are.
     while (
-        session.busy
-        and max(len(session.drawn(n)) - len(g.trajectories[0].ids) for n, g in asked.items()) < TOKENS_BETWEEN
+        session.has_unfinished
+        and max(len(session.output_ids(n)) - len(g.trajectories[0].ids) for n, g in asked.items()) < TOKENS_BETWEEN
     ):
-        found += session.advance(TOKENS_BETWEEN)
+        found += session.step(TOKENS_BETWEEN)
     session.abort()
     found += list(session)
     for rollout in found:

@@ -214,11 +214,11 @@ def shared(folder: Path, policy: Policy) -> None:
 
 def serve(pipe, model: str) -> None:
     engine = build_vllm_engine(model, None, **SETTINGS)
-    pipe.send(engine.seats())
-    engine.join(pipe.recv())
+    pipe.send(engine.receivers())
+    engine.connect(pipe.recv())
     pipe.send("joined")
     while (version := pipe.recv()) is not None:
-        engine.receive(version)
+        engine.receive_weights(version)
         pipe.send(engine.generate(prompts(16), SamplingParams(max_new_tokens=min(32, ANSWER))))
     engine.close()
 

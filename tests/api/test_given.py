@@ -156,9 +156,7 @@ class Sum:
 @pytest.mark.parametrize("environment", [pytest.param(None, marks=pytest.mark.long), Sum])
 def test_tools_are_told_to_the_model_by_whoever_loads_what_was_written(environment, given):
     place = given.environment(environment, [add])["agent_func_path"]
-    script = (
-        f"from trimtab.envs.loader import load; print([t['function']['name'] for t in load({place!r}).about.tools])"
-    )
+    script = f"from trimtab.envs.loader import load; print([t['function']['name'] for t in load({place!r}).info.tools])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "['add']", done.stderr
 

@@ -73,7 +73,7 @@ def test_a_turn_reads_only_what_is_new(chat, answers, short, monkeypatch):
 
     def close(session):
         plain(session)
-        read.append(session.engine.tokens_read)
+        read.append(session.engine.prefilled_tokens)
 
     monkeypatch.setattr(BuiltinSession, "close", close)
     answers(chat(*GREEDY, lines=["sort 21", "again", "and again"]))

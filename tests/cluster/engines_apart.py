@@ -34,27 +34,27 @@ class EngineApart(BuiltinEngine):
 
     def session(self, sampling: SamplingParams) -> BuiltinSession:
         session = super().session(sampling)
-        plain = session.advance
+        plain = session.step
 
-        def advance(steps: int | None = None) -> list[Trajectory]:
+        def step(steps: int | None = None) -> list[Trajectory]:
             time.sleep(self.seconds)
             while self.notes is not None and (self.notes / str(os.getpid())).read_text() == "hang":
                 time.sleep(0.05)
             return plain(1 if self.seconds else steps)
 
-        session.advance = advance  # type: ignore[method-assign]
+        session.step = step  # type: ignore[method-assign]
         return session
 
-    def seats(self) -> list[dict]:
+    def receivers(self) -> list[dict]:
         return [seat(torch.device("cpu"))]
 
-    def join(self, plan: Plan) -> None:
+    def connect(self, plan: Plan) -> None:
         if self._link is not None:
             self._link.close()
         self._link = join_as_receiver(plan, torch.device("cpu"))
 
     @torch.no_grad()
-    def receive(self, version: int) -> None:
+    def receive_weights(self, version: int) -> None:
         assert self._link is not None
         parameters = dict(self.policy.inner.named_parameters())
         with self._link.receiving() as tensors:

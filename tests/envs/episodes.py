@@ -73,7 +73,7 @@ def at_work(engine, advances, n=2):
         session.add([5, 6, 7 + row], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"))
     finished = []
     for _ in range(advances):
-        finished += session.advance(3)
+        finished += session.step(3)
     return session, finished
 
 

@@ -41,7 +41,7 @@ class Pool:
 
     def __init__(self, make: Callable[[], Any] = Counting, slow: int = 0, fault: Callable[..., None] | None = None):
         self.make, self.slow, self.fault = make, slow, fault
-        self.about = EnvironmentInfo("test", "of a test", tools=list(getattr(make, "tools", ())))
+        self.info = EnvironmentInfo("test", "of a test", tools=list(getattr(make, "tools", ())))
         self.instances: dict[int, Any] = {}
         self.made: list[Any] = []
         self.dropped: list[int] = []
@@ -72,7 +72,7 @@ class Pool:
         self.dropped.append(episode)
         self._waiting = [waiting for waiting in self._waiting if waiting[1] != episode]
 
-    def finished(self, seconds: float) -> list[Any]:
+    def poll(self, seconds: float) -> list[Any]:
         for waiting in self._waiting:
             waiting[0] -= 1
         ready = [waiting for waiting in self._waiting if waiting[0] < 0]

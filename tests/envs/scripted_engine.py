@@ -21,10 +21,10 @@ class ScriptedSession:
     def expect(self, samples): ...
 
     @property
-    def busy(self):
+    def has_unfinished(self):
         return bool(self._asked)
 
-    def advance(self, steps=None):
+    def step(self, steps=None):
         asked, self._asked = self._asked, {}
         return [self._answer(number, ids) for number, ids in asked.items()]
 
@@ -37,7 +37,7 @@ class ScriptedSession:
     def partials(self):
         return {number: [Trajectory.empty(0)] for number in self._asked}
 
-    def at_work(self):
+    def output_lengths(self):
         return {(number, 0): 0 for number in self._asked}
 
     def abort(self, requests=None):

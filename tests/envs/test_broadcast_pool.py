@@ -99,7 +99,7 @@ def test_who_has_no_environments_hears_at_once_that_they_have_failed():
         pool = BroadcastPool(lambda: Pool(Counting), peers)
         if peers.leads:
             pool._pool.finished = fail
-        pool.finished(0.0)
+        pool.poll(0.0)
 
     first, other = in_both(work)
     assert (type(first), type(other), str(other)) == (RuntimeError, RunFailed, "the workers are gone")

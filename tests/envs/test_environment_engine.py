@@ -305,15 +305,15 @@ def test_it_is_an_engine_and_its_sessions_are_sessions(policy):
     engine = player(policy, Pool())
     assert isinstance(engine, Engine) and engine.exact and engine.context == CONTEXT
     with engine.session(sampling_of(engine.tokenizer)) as session:
-        assert isinstance(session, Session) and not session.busy
+        assert isinstance(session, Session) and not session.has_unfinished
 
 
 def test_lengths_at_work_count_what_was_drawn_and_is_being_written_and_not_what_was_read(policy):
     engine = player(policy, Pool(slow=1))
     session, _ = at_work(engine, 8)
-    lengths = session.at_work()
+    lengths = session.output_lengths()
     drafts = {(row, draft.sample): draft for row, own in session.partials().items() for draft in own}
     assert lengths == {place: int(draft.drawn.sum()) for place, draft in drafts.items()} and min(lengths.values()) > 0
     assert any(len(draft.tokens) > lengths[place] for place, draft in drafts.items())
-    assert session.drawn(0) == session.partials()[0][0].ids
+    assert session.output_ids(0) == session.partials()[0][0].ids
     session.close()

@@ -106,7 +106,7 @@ def collected(pool, count, seconds=20.0):
     """The next so many replies, by episode."""
     found, deadline = [], time.monotonic() + seconds
     while len(found) < count and time.monotonic() < deadline:
-        found += pool.finished(0.5)
+        found += pool.poll(0.5)
     assert len(found) == count, found
     assert len({reply.episode for reply in found}) == count
     return {reply.episode: reply for reply in found}
@@ -174,11 +174,11 @@ def _nothing_is_left(request):
         pool = request.getfixturevalue("pool")
         for episode in range(10):
             pool.drop(episode)
-        assert pool.finished(0.0) == []
+        assert pool.poll(0.0) == []
 
 
 def test_an_episode_is_opened_played_and_ended(pool):
-    assert pool.about.name == "World" and pool.about.kind == "environment"
+    assert pool.info.name == "World" and pool.info.kind == "environment"
     pool.reset(7, Task(3, 2, 11))
     opening = one(pool)
     assert opening.episode == 7 and opening.seconds > 0
@@ -192,7 +192,7 @@ def test_an_episode_is_opened_played_and_ended(pool):
     assert last.step.done and '["hello", "bye"]' in last.step.messages[0]["content"]
     pool.end(7)
     assert one(pool) == EndReply(7, 2.0, {}, pytest.approx(0.0, abs=1.0))
-    assert pool.finished(0.0) == []
+    assert pool.poll(0.0) == []
     pool.reset(7, Task(0, 0, 0))
     assert one(pool).messages is None, "the row's own prompt, and a number may be used again"
 
@@ -280,12 +280,12 @@ def test_a_call_that_takes_long_is_reported_once_while_it_is_waited_for(pool_of,
     pool.step(3, said("wait 100"))
     began = time.monotonic()
     while not (told := capfd.readouterr().err):
-        assert not pool.finished(0.05) and time.monotonic() - began < 1.4
+        assert not pool.poll(0.05) and time.monotonic() - began < 1.4
     assert re.match(r"waiting for \d s now: environment \S+, step of row 2, sample 3", told)
     assert " and 1 more" in told and told.endswith("; given up after 2 s (--env_timeout)\n"), told
     replies = []
     while len(replies) < 2:
-        replies += pool.finished(0.5)
+        replies += pool.poll(0.5)
     assert all(isinstance(reply, FailureReply) for reply in replies) and not capfd.readouterr().err
     pool.close()
 
@@ -317,7 +317,7 @@ def test_of_several_that_may_have_done_it_none_is_blamed_before_it_is_known(pool
         pool.step(episode, said(text))
     replies = []
     while len(replies) < 4:
-        replies += pool.finished(10)
+        replies += pool.poll(10)
     assert isinstance(replies[0], StepReply) and replies[0].episode == 1
     assert [(reply.episode, reply.innocent) for reply in replies[1:]] == [(1, True), (2, False), (3, True)]
     assert process_of(pool, 4) == shared
@@ -390,7 +390,7 @@ def test_an_episode_that_is_dropped_says_nothing_more(pool):
     opened(pool, 1)
     pool.step(2, said("wait 0.5"))
     assert one(pool).episode == 2
-    assert pool.finished(0.1) == []
+    assert pool.poll(0.1) == []
 
 
 def test_a_flood_of_an_observation_is_cut_in_its_middle(pool):
@@ -490,7 +490,7 @@ PLAIN_AGENT = """
 
 def test_an_agent_runs_by_itself_and_may_take_longer_than_a_call(pool_of):
     pool = pool_of(AGENT)
-    assert pool.about.kind == "agent"
+    assert pool.info.kind == "agent"
     for episode in range(20):
         pool.run(episode, Task(episode, 0, 0), base_url="http://x/v1", api_key="k", model="m")
     replies = collected(pool, 20)
@@ -514,7 +514,7 @@ ROWS = """
 
 def test_rows_of_its_own_are_asked_for(pool_of):
     pool = pool_of(textwrap.dedent(CODE) + textwrap.dedent(ROWS))
-    assert pool.about.offers_rows and pool.rows(2, 5) == [{"prompt": "5 0"}, {"prompt": "5 1"}]
+    assert pool.info.offers_rows and pool.rows(2, 5) == [{"prompt": "5 0"}, {"prompt": "5 1"}]
     with pytest.raises(UserError, match="no such seed"):
         pool.rows(1, -1)
     for seed in (6, 7):
@@ -537,7 +537,7 @@ def test_a_run_that_is_told_to_stop_waits_no_longer(pool_of):
     pool = pool_of(stopped=lambda: bool(stop))
     opened(pool, 1)
     pool.step(1, said("wait 10"))
-    assert pool.finished(0.1) == []
+    assert pool.poll(0.1) == []
     stop.append(True)
     with pytest.raises(RunStopped):
-        pool.finished(100)
+        pool.poll(100)

@@ -96,7 +96,7 @@ class Player:
             while begun < count and begun - self.ended < AT_ONCE:
                 self.begin(first + begun)
                 begun += 1
-            for reply in self.pool.finished(30):
+            for reply in self.pool.poll(30):
                 self.take(reply)
 
 

@@ -81,8 +81,8 @@ def test_episodes_in_several_sequences_go_on_from_their_drafts(policy, way, adva
     session, finished = at_work(engine, advances)
     session.abort()
     drafts = {}
-    while session.busy:
-        for rollout in session.advance():
+    while session.has_unfinished:
+        for rollout in session.step():
             drafts.setdefault(rollout.prompt, []).append(rollout.stored())
     session.close()
     assert any(draft.branch for own in drafts.values() for draft in own)

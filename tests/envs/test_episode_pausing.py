@@ -18,8 +18,8 @@ def policy():
 class Breaking(Pool):
     """Whose processes end, now and then, while turns are drawn."""
 
-    def finished(self, seconds):
-        found = super().finished(seconds)
+    def poll(self, seconds):
+        found = super().poll(seconds)
         if self.recording and (running := [n for n in self.instances if n not in {w[1] for w in self._waiting}]):
             self.broken += 1
             if self.broken % 4 == 0 and running[0] not in {reply.episode for reply in found}:
@@ -69,8 +69,8 @@ def test_episodes_go_on_from_drafts_as_if_nothing_had_been(policy, advances, way
     else:
         session.abort()
         aborted = []
-        while session.busy:
-            aborted += session.advance()
+        while session.has_unfinished:
+            aborted += session.step()
         assert {r.finish for r in aborted} <= {"abort"}
         session.close()
         told = {row: [(d.sample, d.ids) for d in own] for row, own in drafts.items()}
@@ -119,7 +119,7 @@ def test_an_evaluation_in_between_leaves_paused_episodes_their_instances(policy)
     session, finished = at_work(engine, 7)
     session.abort()
     drafts = {}
-    for rollout in session.advance():
+    for rollout in session.step():
         drafts.setdefault(rollout.prompt, []).append(rollout.stored())
     session.close()
     paused = set(pool.instances)
@@ -145,10 +145,10 @@ def test_over_many_pauses_everybody_keeps_the_instance_that_he_had(policy):
             }
             drafts, found = {}, []
             for _ in range(4):
-                found += session.advance(3)
+                found += session.step(3)
             session.abort()
-            while session.busy:
-                found += session.advance()
+            while session.has_unfinished:
+                found += session.step()
         for rollout in found:
             if rollout.finish == "abort":
                 drafts.setdefault(asked[rollout.prompt], []).append(rollout.stored())
@@ -162,7 +162,7 @@ def test_parked_instances_that_nobody_wants_are_given_up(policy):
     engine = player(policy, pool)
     session, _ = at_work(engine, 7)
     session.abort()
-    session.advance()
+    session.step()
     session.close()
     assert pool.instances
     go_on(engine, {})

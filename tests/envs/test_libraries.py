@@ -24,7 +24,7 @@ def begun(loaded: LoadedEnvironment, row: dict[str, Any]) -> EnvironmentAdapter:
 
 
 def rows(loaded: LoadedEnvironment, count: int, seed: int) -> list[dict[str, Any]]:
-    assert loaded.rows is not None and loaded.about.offers_rows
+    assert loaded.rows is not None and loaded.info.offers_rows
     found = loaded.rows(count, seed)
     assert found == loaded.rows(count, seed)
     return found

@@ -27,7 +27,7 @@ class Echo:
 def test_an_environment_of_the_native_shape_is_played_as_it_is(tmp_path: Path, text: str) -> None:
     loaded = load(written(tmp_path, text))
     assert loaded.make is not None
-    assert (loaded.about.name, loaded.about.kind) == ("Echo", "environment")
+    assert (loaded.info.name, loaded.info.kind) == ("Echo", "environment")
     first, second = loaded.make(), loaded.make()
     assert now(first.reset(task(label=2))) == [{"role": "user", "content": "Begin. Say something."}]
     now(second.reset(task(label=9)))
@@ -42,9 +42,9 @@ def test_an_environment_of_the_native_shape_is_played_as_it_is(tmp_path: Path, t
 def test_a_file_may_offer_rows(tmp_path: Path) -> None:
     offers = "def rows(count, seed):\n    return [{'prompt': str(seed + place)} for place in range(count)]\n"
     loaded = load(written(tmp_path, NATIVE + offers))
-    assert loaded.rows is not None and loaded.about.offers_rows
+    assert loaded.rows is not None and loaded.info.offers_rows
     assert loaded.rows(2, 5) == [{"prompt": "5"}, {"prompt": "6"}]
-    assert not load(written(tmp_path, NATIVE)).about.offers_rows
+    assert not load(written(tmp_path, NATIVE)).info.offers_rows
 
 
 def of(answer: str) -> str:

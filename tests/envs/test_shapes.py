@@ -18,7 +18,7 @@ from trimtab.errors import UserError
 
 def made(source: str, shape: str = "") -> EnvironmentAdapter:
     loaded = load(source)
-    assert loaded.make is not None and shape in loaded.about.shape
+    assert loaded.make is not None and shape in loaded.info.shape
     return loaded.make()
 
 
@@ -103,7 +103,7 @@ class Counter:
 
 def test_methods_of_trls_environments_are_tools(tmp_path: Path) -> None:
     loaded = load(written(tmp_path, TRL))
-    assert [tool["function"]["name"] for tool in loaded.about.tools] == ["add", "look"]
+    assert [tool["function"]["name"] for tool in loaded.info.tools] == ["add", "look"]
     assert loaded.make is not None
     counter = loaded.make()
     talk = [{"role": "system", "content": "Count."}, {"role": "user", "content": "Go."}]
@@ -248,7 +248,7 @@ async def run(task, *, base_url, api_key, **rest):
 
 def test_an_agent_gives_its_reward(tmp_path: Path) -> None:
     loaded = load(written(tmp_path, AGENT.format(answer="4.5")))
-    assert loaded.about.kind == "agent" and loaded.make is None and loaded.run is not None
+    assert loaded.info.kind == "agent" and loaded.make is None and loaded.run is not None
     where: dict[str, Any] = {"base_url": "http://h/v1", "api_key": "k", "model": "m"}
     assert now(loaded.run(task(), **where)) == (4.5, {})
     assert now(loaded.run(task(label=1), **where)) == (2.0, {"calls": 3.0})

@@ -128,7 +128,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def played(source: str, endpoint: Endpoint) -> list[tuple[float, dict[str, float]]]:
     loaded = load(source)
-    assert loaded.about.kind == "agent" and loaded.rows is not None and loaded.run is not None
+    assert loaded.info.kind == "agent" and loaded.rows is not None and loaded.run is not None
     rows = loaded.rows(9, 1)
     assert sorted(row["prompt"][0]["content"] for row in rows) == [f"Say {number}." for number in range(5)]
     rows = json.loads(json.dumps(rows))

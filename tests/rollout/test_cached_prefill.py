@@ -64,8 +64,8 @@ def read_on(policy):
     runner, pages = reader(policy)
     texts = prompts(WHOLE)
     with runner:
-        runner.read([(text[:done], 0, own) for text, done, own in zip(texts, READ, pages) if done])
-        hidden = runner.read([*zip(texts, READ, pages)])
+        runner.prefill([(text[:done], 0, own) for text, done, own in zip(texts, READ, pages) if done])
+        hidden = runner.prefill([*zip(texts, READ, pages)])
     return hidden, runner.cache
 
 
@@ -73,7 +73,7 @@ def read_on(policy):
 def read_at_once(policy):
     runner, pages = reader(policy)
     with runner:
-        return torch.cat([runner.read([(text, 0, own)]) for text, own in zip(prompts(WHOLE), pages)])
+        return torch.cat([runner.prefill([(text, 0, own)]) for text, own in zip(prompts(WHOLE), pages)])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])  # two query heads a key head; and a window of 5
@@ -134,22 +134,22 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, cal
     runner, pages = reader(policy)
     with torch.no_grad(), runner:
         if any(read):
-            runner.read([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
+            runner.prefill([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
         found = []
         for _ in range(4):
-            found.append((reads.read(runner, [*zip(texts, read, pages)]), len(made)))
+            found.append((reads.prefill(runner, [*zip(texts, read, pages)]), len(made)))
         assert [count for _, count in found] == [0, 0, 1, 1] and len(reads.passes) == 1
         assert all(torch.equal(hidden, found[0][0]) for hidden, _ in found)
         torch.testing.assert_close(found[0][0], expected, atol=1e-5, rtol=1e-5)
         one = [(texts[0], 0, pages[0])]
-        assert torch.allclose(reads.read(runner, one), expected[:1], atol=1e-5) and len(made) == 1  # another size
+        assert torch.allclose(reads.prefill(runner, one), expected[:1], atol=1e-5) and len(made) == 1  # another size
         monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
         (first,) = reads.passes
         for _ in range(2):
-            reads.read(runner, one)
+            reads.prefill(runner, one)
         assert len(made) == 2 and len(reads.passes) == 1 and first not in reads.passes
         for count in (2, 2, 3):  # what made room is recorded once it has come back as often again
-            reads.read(runner, [*zip(texts, read, pages)])
+            reads.prefill(runner, [*zip(texts, read, pages)])
             assert len(made) == count
 
 
@@ -166,15 +166,15 @@ def test_a_larger_size_that_was_prepared_is_read_in_with_the_same_numbers(read, 
             (256, 256, 0, 64), (128, 256, 0, 64),
         ]  # fmt: skip
         if any(read):
-            runner.read([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
+            runner.prefill([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
         for _ in range(4):
-            found = reads.read(runner, [*zip(texts, read, pages)])
+            found = reads.prefill(runner, [*zip(texts, read, pages)])
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         used = [*reads.passes][-1]  # last: the smallest that holds it
         assert used.keys == (4096 if any(read) else 0) and len(made) == 6
         monkeypatch.setattr(cuda_graphs, "RUNS_BEFORE_EXACT_FIT", 4)
         for count in (7, 7):  # which often comes back has its own in the end
-            assert torch.allclose(reads.read(runner, [*zip(texts, read, pages)]), expected, atol=1e-5)
+            assert torch.allclose(reads.prefill(runner, [*zip(texts, read, pages)]), expected, atol=1e-5)
             assert len(made) == count
 
 
@@ -190,20 +190,20 @@ def test_sizes_that_are_nearly_the_same_are_one():
 
 def test_kept_prompts_are_read_in_groups_whose_keys_fit(calls, monkeypatch):
     recorded = PrefillGraphs()
-    follow = lambda self, cache, fused: setattr(self, "reads", recorded)  # noqa: E731
+    follow = lambda self, cache, fused: setattr(self, "prefills", recorded)  # noqa: E731
     monkeypatch.setattr(cuda_graphs.GraphCache, "follow", follow)
     monkeypatch.setattr(prefill, "MOST_TOGETHER", 100)
     monkeypatch.setattr(cuda_graphs, "capture", lambda work, pool: pytest.fail("nothing comes back here"))
     policy, asked, sizes = policy_of(), prompts((33, 33, 33, 33)), []
     sampling = SamplingParams(max_new_tokens=1, temperature=0)
     engine = BuiltinEngine(policy, kv_tokens=1000)
-    read = PrefillGraphs.read
+    read = PrefillGraphs.prefill
 
     def noted(reads, runner, texts):
         sizes.append(sum(len(ids) for ids, done, _ in texts if done))
         return read(reads, runner, texts)
 
-    monkeypatch.setattr(PrefillGraphs, "read", noted)
+    monkeypatch.setattr(PrefillGraphs, "prefill", noted)
     with engine.session(sampling) as session:
         first = {session.add(ids): ids for ids in asked}
         said = {rollout.prompt: rollout.ids for rollout in session}

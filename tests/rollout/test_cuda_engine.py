@@ -87,13 +87,13 @@ def test_kernels_that_do_not_fit_leave_the_work_to_the_modules(rows, lines, monk
     """In the trial; in reading 12 tokens; in decoding 14 at once."""
     from triton.runtime.errors import OutOfResources
 
-    def opened(mlp, x):
+    def gate_up(mlp, x):
         if len(x) > rows:
             raise OutOfResources(245_848, 232_448, "shared memory")
         return within(mlp, x)
 
-    within = fused_layers.opened
-    monkeypatch.setattr(fused_layers, "opened", opened)
+    within = fused_layers.gate_up
+    monkeypatch.setattr(fused_layers, "gate_up", gate_up)
     policy, sampling, given = policy_of(), SamplingParams(max_new_tokens=3, n=7), prompts((3, 9))
     found = answers(policy, sampling, given)
     said = [message for message in caplog.messages if "shared memory" in message]
@@ -271,9 +271,9 @@ def test_recorded_reading_leaves_what_reading_launch_by_launch_leaves():
     given, sampling = prompts((5, 130, 33, 1, 64)), SamplingParams(max_new_tokens=1, n=3, temperature=0.9)
     used = BuiltinEngine(policy)
     before = [used.generate(given, sampling) for _ in range(RUNS_BEFORE_CAPTURE)]
-    assert not used.captured.reads.passes
+    assert not used.captured.prefills.passes
     recorded = [used.generate(given, sampling) for _ in range(2)]
-    assert len(used.captured.reads.passes) == 1
+    assert len(used.captured.prefills.passes) == 1
     for found in (*before, *recorded):  # whether it was recorded changes no bit
         assert [a.ids for a in found] == [a.ids for a in before[0]]
         assert [a.log_probs.tobytes() for a in found] == [a.log_probs.tobytes() for a in before[0]]
@@ -297,7 +297,7 @@ def test_recorded_reading_on_leaves_what_reading_on_launch_by_launch_leaves():
             second = sorted(session, key=lambda rollout: rollout.prompt)
         found.append([(rollout.ids, rollout.log_probs.tobytes()) for rollout in (*first, *second)])
     assert all(one == found[0] for one in found)  # whether it was recorded changes no bit
-    assert {bool(size.keys) for size in used.captured.reads.passes} == {True, False}
+    assert {bool(size.keys) for size in used.captured.prefills.passes} == {True, False}
     off = np.concatenate([trained(policy, rollout, 0.9) - rollout.log_probs for rollout in second])
     assert np.abs(off).mean() < 5e-3
 
@@ -319,8 +319,8 @@ def test_reading_on_in_one_row_equals_block_by_block(family, kv_heads, most, mon
         cache = KVCache(shape, 7 * len(texts), 16, torch.device(DEVICE))
         pages = [list(range(1 + 7 * number, 8 + 7 * number)) for number in range(len(texts))]
         with torch.no_grad(), ModelRunner(policy, cache, fused) as runner:
-            runner.read([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
-            hidden.append(runner.read([*zip(texts, read, pages)]).float())
+            runner.prefill([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
+            hidden.append(runner.prefill([*zip(texts, read, pages)]).float())
     assert (hidden[0] - hidden[1]).norm() / hidden[1].norm() < 1e-2
 
 
@@ -374,9 +374,9 @@ def mixed(policy, settings, **memory):
         for number, setting in enumerate(settings):
             session.add(SHORT[number % len(SHORT)], seed=number, sampling=setting)
             if number == 1:
-                found += session.advance(2)
-        while session.busy:
-            found += session.advance(2)
+                found += session.step(2)
+        while session.has_unfinished:
+            found += session.step(2)
     return [a.ids for a in sorted(found, key=lambda a: (a.prompt, a.sample))], engine
 
 
@@ -436,7 +436,7 @@ def test_what_is_prepared_reads_and_draws_for_all_and_nothing_else_is_recorded(d
         for number, ids in enumerate(asked):
             session.add(ids, seed=number)
             if number % 5 == 0:
-                session.advance(0)
+                session.step(0)
         found = {rollout.prompt: rollout for rollout in session}
         reads = 15 if dtype == torch.bfloat16 else 0  # fp32 reads are launched one by one
         assert recorded > 5 + reads and len(made) == recorded

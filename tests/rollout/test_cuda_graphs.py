@@ -61,7 +61,7 @@ def test_requests_that_come_between_looks_find_rows_that_others_left():
     with engine.session(settings) as session:
         for number, ids in enumerate(asked):
             session.add(ids, seed=number, limit=limits[number])
-            found |= {rollout.prompt: rollout.ids for rollout in session.advance(4)}
+            found |= {rollout.prompt: rollout.ids for rollout in session.step(4)}
         found |= {rollout.prompt: rollout.ids for rollout in session}
     assert [found[number] for number in range(6)] == [rollout.ids for rollout in expected]
 
@@ -97,7 +97,7 @@ def test_what_is_prepared_is_all_that_is_recorded_and_draws_the_same(monkeypatch
         found = {}
         for number, ids in enumerate(asked):
             session.add(ids, seed=number)
-            found |= {rollout.prompt: rollout.ids for rollout in session.advance(0)}  # read, and one token drawn
-            assert set(session.at_work().values()) == {1}
+            found |= {rollout.prompt: rollout.ids for rollout in session.step(0)}  # read, and one token drawn
+            assert set(session.output_lengths().values()) == {1}
         found |= {rollout.prompt: rollout.ids for rollout in session}
     assert [found[number] for number in range(5)] == [rollout.ids for rollout in expected] and len(made) == 4

@@ -100,7 +100,7 @@ def test_a_session_whose_requests_are_all_over_takes_a_longer_one(free, scarce):
             assert len(list(session)) == 5  # what they have read and drawn is kept
         else:
             session.abort()
-            assert [r.finish for r in session.advance()] == ["abort"]
+            assert [r.finish for r in session.step()] == ["abort"]
         before = engine.memory.pool.total
         session.add(long, seed=1)
         (found,) = session

@@ -33,7 +33,7 @@ def interrupted(engine, sampling, steps, between=lambda: None, given=PROMPTS, se
             of = dict(asked)
             found = []
             for _ in range(calls):
-                found += session.advance(steps)
+                found += session.step(steps)
             session.abort()
             found += list(session)
         drafts = {}
@@ -163,7 +163,7 @@ def test_answers_read_in_one_row_leave_the_keys_and_values_of_those_that_go_on_f
         with ModelRunner(policy, cache) as runner, torch.no_grad():
             for prompt in PROMPTS[:3]:
                 own = [next(pages) for _ in range(-(-len(prompt) // 4))]
-                runner.read([(prompt, 0, own)])
+                runner.prefill([(prompt, 0, own)])
                 whole = len(prompt) // 4
                 texts = []
                 for ids in answers[:2] if len(prompt) > 20 else answers:
@@ -175,7 +175,7 @@ def test_answers_read_in_one_row_leave_the_keys_and_values_of_those_that_go_on_f
                 runner.prefill_answers(asked)
             else:
                 for prompt, texts in asked:
-                    runner.read([(prompt + ids, len(prompt), held) for ids, held in texts])
+                    runner.prefill([(prompt + ids, len(prompt), held) for ids, held in texts])
         found.append(torch.stack([cache.keys, cache.values])[:, :, 1:])  # page 0 is nobody's
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
     assert found[0].abs().sum() > 0
@@ -190,12 +190,12 @@ def test_drafts_are_those_samples_alone_and_count_towards_the_limit():
         Trajectory(0, 3, [], last.ids[:20], last.log_probs[:20], versions=last.versions[:20]),
         Trajectory.empty(1),
     ]
-    before = engine.tokens_read
+    before = engine.prefilled_tokens
     with engine.session(replace(DRAWN, n=4)) as session:
         session.add(PROMPTS[0], seed=3, partials=drafts)
         found = sorted(session, key=lambda r: r.sample)
         assert_same(found, [whole[1], whole[3]])
-        assert engine.tokens_read - before == len(PROMPTS[0]) + 19
+        assert engine.prefilled_tokens - before == len(PROMPTS[0]) + 19
         session.add(PROMPTS[0], seed=3, partials=[])
         assert list(session) == []
         with pytest.raises(UserError, match="20 tokens already, and its limit is 20; give at least 21"):

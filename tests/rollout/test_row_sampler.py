@@ -48,7 +48,7 @@ def test_mixed_requests_get_the_answers_they_get_alone(memory):
         for number, ids in enumerate(PROMPTS):
             session.add(ids, seed=number, sampling=SETTINGS[number] if number else None)
             if number % 3 == 2:
-                found |= {(r.prompt, r.sample): r for r in session.advance(2)}
+                found |= {(r.prompt, r.sample): r for r in session.step(2)}
         found |= {(r.prompt, r.sample): r for r in session}
     assert len(found) == len(SETTINGS) + 1
     for number, setting in enumerate(SETTINGS):

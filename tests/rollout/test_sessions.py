@@ -40,9 +40,9 @@ def two_turns(engine, sampling, first=FIRST, seeds=(1, 2)):
     """Both answers, and how many tokens each turn has read."""
     with engine.session(sampling) as session:
         one = answer(session, first, seed=seeds[0])
-        read = engine.tokens_read
+        read = engine.prefilled_tokens
         two = answer(session, first + one.ids + NEWS, seed=seeds[1])
-    return one, two, read, engine.tokens_read - read
+    return one, two, read, engine.prefilled_tokens - read
 
 
 # mistral has a window of attention that is shorter than the texts here.
@@ -74,18 +74,18 @@ def test_the_same_prompt_again_is_not_read_twice(length):
     for seed in (1, 2, 3):
         (found,) = engine.generate([ids], DRAWN, seeds=[seed])
         assert same(found, anew(policy, ids, DRAWN, seed))
-        assert engine.tokens_read == length + seed - 1  # only its last token, to go on from
+        assert engine.prefilled_tokens == length + seed - 1  # only its last token, to go on from
 
 
 def test_calls_read_anew_unless_asked_to_keep():
     engine = BuiltinEngine(policy_of())
     first, second = (engine.generate([FIRST], DRAWN, seeds=[4])[0] for _ in range(2))
-    assert engine.tokens_read == 2 * len(FIRST)
+    assert engine.prefilled_tokens == 2 * len(FIRST)
     assert first.log_probs.tobytes() == second.log_probs.tobytes()
     two_turns(engine, DRAWN)  # within a session it is kept, but not beyond
-    before = engine.tokens_read
+    before = engine.prefilled_tokens
     engine.generate([FIRST], DRAWN)
-    assert engine.tokens_read == before + len(FIRST)
+    assert engine.prefilled_tokens == before + len(FIRST)
 
 
 def test_what_begins_alike_shares_its_whole_pages():
@@ -93,9 +93,9 @@ def test_what_begins_alike_shares_its_whole_pages():
     engine = BuiltinEngine(policy, prefix_caching=True)
     engine.generate([FIRST], GREEDY)
     others = [FIRST[:35] + NEWS, FIRST[:32], FIRST[:5] + NEWS, FIRST[:16] + NEWS + FIRST]
-    before = engine.tokens_read
+    before = engine.prefilled_tokens
     found = engine.generate(others, DRAWN, seeds=[1, 2, 3, 4])
-    assert engine.tokens_read - before == (3 + 11) + 1 + 16 + (11 + 37)
+    assert engine.prefilled_tokens - before == (3 + 11) + 1 + 16 + (11 + 37)
     for rollout, ids, seed in zip(found, others, (1, 2, 3, 4)):
         assert same(rollout, anew(policy, ids, DRAWN, seed))
 
@@ -129,7 +129,7 @@ def test_nothing_that_other_weights_have_read_is_used(change):
     change(policy)
     after = engine.generate([FIRST], GREEDY)[0]
     assert same(after, anew(policy, FIRST, GREEDY, 0)) and after.ids != before.ids
-    assert engine.tokens_read == 2 * len(FIRST)
+    assert engine.prefilled_tokens == 2 * len(FIRST)
 
 
 def test_adapters_on_and_off_do_not_share_what_they_read():
@@ -145,7 +145,7 @@ def test_adapters_on_and_off_do_not_share_what_they_read():
         with adapters_off(policy):
             off = engine.generate([FIRST], GREEDY)[0]
             assert same(off, anew(policy, FIRST, GREEDY, 0)) and off.ids != on.ids
-    assert engine.tokens_read == 4 * len(FIRST)
+    assert engine.prefilled_tokens == 4 * len(FIRST)
 
 
 def test_a_borrowing_policy_reads_anew_after_its_owners_step():
@@ -163,7 +163,7 @@ def test_rollouts_carry_the_version_of_the_weights_and_a_new_one_drops_what_was_
     assert engine.generate([FIRST], GREEDY)[0].versions.tolist() == [0] * 21
     engine.weights_changed(7)
     assert engine.generate([FIRST], GREEDY)[0].versions.tolist() == [7] * 21
-    assert engine.tokens_read == 2 * len(FIRST)
+    assert engine.prefilled_tokens == 2 * len(FIRST)
     with engine.session(GREEDY), pytest.raises(UserError, match="at work"):
         engine.weights_changed(8)
 
@@ -173,7 +173,7 @@ def test_sleep_drops_what_was_read():
     engine.generate([FIRST], GREEDY)
     engine.sleep()
     engine.generate([FIRST], GREEDY)
-    assert engine.tokens_read == 2 * len(FIRST)
+    assert engine.prefilled_tokens == 2 * len(FIRST)
 
 
 def test_what_is_kept_makes_room_the_oldest_first():
@@ -183,9 +183,9 @@ def test_what_is_kept_makes_room_the_oldest_first():
     sampling = SamplingParams(max_new_tokens=4, temperature=0)
 
     def read_for(ids):
-        before = engine.tokens_read
+        before = engine.prefilled_tokens
         assert same(engine.generate([ids], sampling)[0], anew(policy, ids, sampling, 0))
-        return engine.tokens_read - before
+        return engine.prefilled_tokens - before
 
     # Of a text 6 pages stay.
     assert [read_for(ids) for ids in given[:3]] == [20, 20, 20]
@@ -228,12 +228,12 @@ def test_requests_added_while_others_run_get_the_answers_they_get_alone():
     with engine.session(DRAWN) as session:
         assert isinstance(session, Session)
         session.add(given[0], seed=10, limit=60)
-        assert session.advance() == [] and len(session.drawn(0)) > 1
+        assert session.step() == [] and len(session.output_ids(0)) > 1
         for number in (1, 2, 3):  # the last two need more memory than there is
             assert session.add(given[number], seed=10 + number, limit=20 * number) == number
-            found |= {r.prompt: r for r in session.advance(2)}
+            found |= {r.prompt: r for r in session.step(2)}
         found |= {r.prompt: r for r in session}
-        assert not session.busy and session.advance() == [] and list(session) == []
+        assert not session.has_unfinished and session.step() == [] and list(session) == []
         late = answer(session, given[1], seed=3, limit=2)
         assert late.prompt == 4 and len(late.ids) == 2
     for number, limit in enumerate((60, 20, 40, 60)):
@@ -249,7 +249,7 @@ def test_memory_for_samples_that_are_expected_is_made_once():
             found = []
             for number in range(6):
                 session.add(FIRST, seed=number)
-                session.advance(1)
+                session.step(1)
                 found.append(session.engine.memory.cache(0, 0, session.device).keys.data_ptr())
         places.append(len(set(found)))
     assert places[0] > 1 and places[1] == 1
@@ -260,7 +260,7 @@ def test_one_request_of_a_session_is_aborted_and_the_others_go_on():
     engine = BuiltinEngine(policy, max_num_seqs=2)
     with engine.session(DRAWN) as session:
         numbers = [session.add(ids, seed=9) for ids in given]
-        session.advance()
+        session.step()
         session.abort([numbers[0], numbers[2]])  # one runs, one waits
         found = {r.prompt: r for r in session}
     assert [found[n].finish for n in numbers] == ["abort", "length", "abort"]
@@ -274,7 +274,7 @@ def test_a_session_that_is_closed_gives_everything_back():
     engine = BuiltinEngine(policy)
     session = engine.session(DRAWN)
     session.add(FIRST)
-    session.advance()
+    session.step()
     with pytest.raises(UserError, match="at work already"):
         engine.session(DRAWN)
     session.close()
@@ -301,8 +301,8 @@ def test_what_answers_have_so_far_can_be_read_without_stopping_them(memory):
     with engine.session(sampling) as session:
         for number, ids in enumerate(asked):
             session.add(ids, seed=number)
-        while session.busy:
-            lengths, drafts = session.at_work(), session.partials()
+        while session.has_unfinished:
+            lengths, drafts = session.output_lengths(), session.partials()
             assert set(lengths) == open_ones == {(number, d.sample) for number in drafts for d in drafts[number]}
             for number in drafts:
                 for draft in drafts[number]:
@@ -311,5 +311,5 @@ def test_what_answers_have_so_far_can_be_read_without_stopping_them(memory):
                     np.testing.assert_allclose(draft.log_probs, whole.log_probs[:count], atol=1e-5)
                     assert draft.versions.tolist() == [7] * count
                     read += count
-            open_ones -= {(rollout.prompt, rollout.sample) for rollout in session.advance()}
+            open_ones -= {(rollout.prompt, rollout.sample) for rollout in session.step()}
     assert read > 500 and not open_ones

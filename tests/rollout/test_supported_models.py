@@ -17,7 +17,7 @@ LAYERS = 12
 def erring(errors):
     """The modules' own numbers, off by so much in some layers."""
 
-    def through(self, layers, stream, angles, cache, slot_mapping_T, attend):
+    def run_layers(self, layers, stream, angles, cache, slot_mapping_T, attend):
         decoding = isinstance(attend.__self__._pass, DecodeMetadata)
         shape = (-1, 1) if decoding else (1, -1)
         x = stream.view(*shape, stream.shape[1])
@@ -30,7 +30,7 @@ def erring(errors):
         stream.copy_(x.view_as(stream))
         return self.backbone.norm(stream)
 
-    return through
+    return run_layers
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def erring(errors):
 def test_rounding_of_every_layer_is_believed_and_an_error_of_one_is_not(dtype, errors, believed, monkeypatch):
     policy = Policy(tiny_model("llama", num_hidden_layers=LAYERS, spread=0.1).to(dtype))
     choose_path(policy)
-    monkeypatch.setattr(FusedLayers, "through", erring(errors))
+    monkeypatch.setattr(FusedLayers, "run_layers", erring(errors))
     with policy.at_work():
         shape, arguments = ModelRunner.measure(policy)
         assert passes_self_check(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4) is believed
@@ -58,10 +58,10 @@ def test_layers_that_are_right_alone_and_wrong_together_are_not_believed(monkeyp
     choose_path(policy)
     right = erring({})
 
-    def through(self, layers, stream, *others):
+    def run_layers(self, layers, stream, *others):
         return right(self, layers if len(layers) == 1 else layers[:3], stream, *others)
 
-    monkeypatch.setattr(FusedLayers, "through", through)
+    monkeypatch.setattr(FusedLayers, "run_layers", run_layers)
     with policy.at_work():
         shape, arguments = ModelRunner.measure(policy)
         assert not passes_self_check(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)
@@ -70,7 +70,7 @@ def test_layers_that_are_right_alone_and_wrong_together_are_not_believed(monkeyp
 def test_a_model_that_scales_its_embeddings_is_not_believed(monkeypatch):
     policy = Policy(tiny_model("granite", embedding_multiplier=1.1))
     choose_path(policy)
-    monkeypatch.setattr(FusedLayers, "through", erring({}))
+    monkeypatch.setattr(FusedLayers, "run_layers", erring({}))
     with policy.at_work():
         shape, arguments = ModelRunner.measure(policy)
         assert not passes_self_check(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)

@@ -34,7 +34,7 @@ def answers(policy: Policy, **settings) -> list[Trajectory]:
     found = []
     for sampling in (PLAIN, SHAPED, PLAIN):
         found += engine.generate(prompts(LENGTHS), sampling, seeds=list(range(7)))
-        engine.rest()
+        engine.trim_memory()
     return found
 
 

@@ -29,7 +29,7 @@ class Agents:
     def drop(self, episode):
         self.dropped.add(episode)
 
-    def finished(self, seconds):
+    def poll(self, seconds):
         found = []
         while not self.replies.empty():
             found.append(self.replies.get())

@@ -116,13 +116,13 @@ class ScriptedSession:
         return self.requests - 1
 
     @property
-    def busy(self):
+    def has_unfinished(self):
         return bool(self.running)
 
     def abort(self, requests=None):
         self.aborted.update(requests)
 
-    def advance(self, steps=None):
+    def step(self, steps=None):
         finished = []
         for number, (prompt_ids, sampling) in list(self.running.items()):
             text = self.engine.answer(tokenizer().decode(prompt_ids))

@@ -174,11 +174,11 @@ def test_a_paused_agent_waits_and_goes_on_where_it_was():
         with agents.session(one) as session:
             session.add([5], seed=2, task=tasks(1)[0])
             while not (drafts := [d for found in session.partials().values() for d in found if len(d.tokens)]):
-                session.advance()
+                session.step()
             session.abort()
             handed = []
-            while session.busy:
-                handed += session.advance()
+            while session.has_unfinished:
+                handed += session.step()
         assert [rollout.finish for rollout in handed] == ["abort"]
         agents.weights_changed(1)
         with agents.session(one) as session:
@@ -196,15 +196,15 @@ def test_an_evaluation_in_between_draws_nothing_of_a_paused_agent():
         with agents.session(one) as session:
             session.add([5], seed=2, task=tasks(1)[0])
             while not any(len(d.tokens) for found in session.partials().values() for d in found):
-                session.advance()
+                session.step()
             session.abort()
             handed = []
-            while session.busy:
-                handed += session.advance()
+            while session.has_unfinished:
+                handed += session.step()
         (measured,) = agents.generate([[5]], replace(one, temperature=0.0), seeds=[3], tasks=tasks(1))
         with agents.session(one) as session:
             session.add([5], seed=2, partials=[handed[0].stored()], task=tasks(1)[0])
-            assert session.at_work()[0, 0] == len(handed[0].log_probs), "it has waited"
+            assert session.output_lengths()[0, 0] == len(handed[0].log_probs), "it has waited"
             (rollout,) = list(session)
         assert len(pool.threads) == 2, "the same program, and that of the evaluation"
         (whole,) = agents.generate([[5]], one, seeds=[2], tasks=tasks(1))

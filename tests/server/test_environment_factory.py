@@ -15,7 +15,7 @@ class Five:
     """Five rows in an order that the seed makes."""
 
     def __init__(self, fixed):
-        self.about, self.closed = SimpleNamespace(offers_rows=True, fixed=fixed), False
+        self.info, self.closed = SimpleNamespace(offers_rows=True, fixed=fixed), False
 
     def rows(self, count, seed):
         return [{"prompt": f"{(seed + place) % 5}"} for place in range(5)][:count]

@@ -309,7 +309,7 @@ def test_those_that_were_answered_together_are_read_as_they_return_and_drawn_tog
         coming = threading.Thread(target=lambda: [queue.put(QueuedRequest([6], 1, own)) for _ in range(2)])
         threading.Timer(0.05, coming.start).start()
         queue.gather(session)
-        assert queue.waiting == 3 and set(session.at_work().values()) == {1}  # first tokens alone
+        assert queue.waiting == 3 and set(session.output_lengths().values()) == {1}  # first tokens alone
         coming.join()
         queue.step(session, 1)
         queue.gather(session)  # they are at work
@@ -330,8 +330,8 @@ def test_where_every_place_is_taken_or_steps_are_short_more_is_drawn_between_two
     monkeypatch.setattr(wait, 0)
     queue, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=100, min_new_tokens=100)
     with BuiltinEngine(engine().policy, tokenizer(), max_num_seqs=2).session(SamplingParams()) as session:
-        asked, advance = [], session.advance
-        session.advance = lambda steps: asked.append(steps) or advance(steps)
+        asked, advance = [], session.step
+        session.step = lambda steps: asked.append(steps) or advance(steps)
         queue.put(QueuedRequest([5], 1, own))
         queue.step(session, 1)  # it begins
         for seconds in (0, 0, 60):
@@ -373,7 +373,7 @@ def test_those_who_wait_for_a_place_make_it_full():
         session.add([6], limit=1)
         session.add([7])
         assert session.full
-        (first,) = session.advance(4)
+        (first,) = session.step(4)
         assert first.prompt == 1 and session.full  # the third has not begun
 
 
@@ -421,10 +421,10 @@ class Breaking(Scripted):
 
 
 class BreakingSession(ScriptedSession):
-    def advance(self, steps=None):
+    def step(self, steps=None):
         if any("poison" in tokenizer().decode(ids) for ids, _ in self.running.values()):
             raise RuntimeError("a kernel fell over")
-        return super().advance(steps)
+        return super().step(steps)
 
 
 def test_nobody_fails_for_the_request_of_another():
@@ -464,7 +464,7 @@ def rollout(tokens):
 
 
 def test_sessions_that_were_quiet_for_the_longest_are_forgotten_first():
-    records = SessionStore(most_tokens=1000)
+    records = SessionStore(max_tokens=1000)
     for number in range(50):
         session = f"s{number}"
         turn = records.get_or_create(session).add(
@@ -481,7 +481,7 @@ def test_sessions_that_were_quiet_for_the_longest_are_forgotten_first():
 
 
 def test_a_record_that_is_larger_than_all_may_be_is_forgotten():
-    records = SessionStore(most_tokens=100)
+    records = SessionStore(max_tokens=100)
     turn = records.get_or_create("a").add(rollout([7] * 200), None, {"role": "assistant", "content": ""}, ended=True)
     records.grown("a", turn)
     assert len(records) == 0 and records.held == 0

@@ -143,7 +143,7 @@ def test_private_sessions_are_gone_on_with_and_traced_by_their_secret_names_alon
 
 
 def test_sessions_that_are_asked_for_and_never_used_take_no_more_than_their_share():
-    records = SessionStore(most_tokens=10 * TURN, private=True)
+    records = SessionStore(max_tokens=10 * TURN, private=True)
     names = [records.issue() for _ in range(50)]
     assert len(records) == 10 and records.find(names[-1]) is not None and records.held == 10 * TURN
     with pytest.raises(InvalidRequest):

@@ -61,8 +61,8 @@ def test_episodes_go_on_from_drafts(made, way):
     session, finished = at_work(engine, 25)
     drafts = session.partials()
     session.abort()
-    while session.busy:
-        session.advance()
+    while session.has_unfinished:
+        session.step()
     session.close()
     if way == "stored":
         drafts = {row: [stored(draft) for draft in own] for row, own in drafts.items()}

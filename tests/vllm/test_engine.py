@@ -140,9 +140,9 @@ def test_requests_may_come_while_others_run(made):
     engine, _ = made
     with engine.session(SamplingParams(max_new_tokens=6)) as session:
         session.add(PROMPTS[0], seed=1)
-        session.advance()
-        session.advance()
-        assert len(session.drawn(0)) >= 1
+        session.step()
+        session.step()
+        assert len(session.output_ids(0)) >= 1
         session.add(PROMPTS[1], seed=2, limit=2)
         assert sorted((r.prompt, len(r.ids)) for r in session) == [(0, 6), (1, 2)]
 

@@ -19,10 +19,10 @@ SMALL_BUCKETS = functools.partial(parts, bucket=4096)
 
 def serve(pipe, folder, settings):
     engine = engine_of(folder, None, **settings)
-    pipe.send(engine.seats())
-    engine.join(pipe.recv())
+    pipe.send(engine.receivers())
+    engine.connect(pipe.recv())
     while (version := pipe.recv()) is not None:
-        engine.receive(version)
+        engine.receive_weights(version)
         pipe.send(engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, n=2)))
     engine.close()
 
@@ -107,14 +107,14 @@ def test_weights_that_stop_half_way_do_not_spoil_the_next_ones(tmp_path, monkeyp
         ours, theirs = context.Pipe()
         sender = context.Process(target=send_moved, args=(theirs, tmp_path), kwargs={"dies": dies})
         sender.start()
-        ours.send(engine.seats())
+        ours.send(engine.receivers())
         assert ours.poll(120), "no plan"
-        engine.join(ours.recv())
+        engine.connect(ours.recv())
         if dies:
             with pytest.raises(RuntimeError):
-                engine.receive(1)
+                engine.receive_weights(1)
         else:
-            engine.receive(2)
+            engine.receive_weights(2)
         sender.join(60)
         assert sender.exitcode == (3 if dies else 0)
     rollouts = engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, n=2))

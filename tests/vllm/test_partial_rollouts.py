@@ -58,7 +58,7 @@ def test_a_stop_string_across_a_cut_is_found_and_one_that_nobody_has_seen_yet_en
     with engine.session(sampling) as session:
         session.add(PROMPTS[0], seed=1)
         for _ in range(len(expected[0].ids)):
-            assert session.advance() == []  # it looks at eight tokens at once
+            assert session.step() == []  # it looks at eight tokens at once
         session.abort()
         (found, _) = session
     assert (found.ids, found.finish) == (expected[0].ids, "stop")

@@ -130,7 +130,7 @@ class Learner:
             engine = self._working_engine()
             limits = rooms(asked, setting, engine.context)
             rollouts = engine.generate(asked, setting, seeds=seeds, limits=limits)
-            engine.rest()
+            engine.trim_memory()
         texts = [""] * len(rollouts)
         if self.tokenizer is not None:
             texts = texts_of(self.tokenizer, [rollout.ids for rollout in rollouts])
@@ -158,7 +158,7 @@ class Learner:
         with self._turns.call():
             engine = self._working_engine()
             found = play(engine, self._prompts, environment, tasks, setting, bounds, self._next_stream())
-            engine.rest()
+            engine.trim_memory()
         return found
 
     # ---- learning

@@ -97,7 +97,7 @@ def _tasks(world: EnvironmentPool | LocalEnvironmentPool, tasks: int | Sequence[
         raise UserError(f"tasks is {tasks}; give a number above 0, or a list")
     given: Sequence[Asked]
     if isinstance(tasks, int):
-        offered = world.about.offers_rows
+        offered = world.info.offers_rows
         given = world.rows(tasks, request_seed(stream, -1) % SEEDS) if offered else [{} for _ in range(tasks)]
     elif not isinstance(tasks, Iterable):
         raise UserError(f"tasks is of type {type(tasks).__name__}; give a list of tasks, or how many")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
-from trimtab.rollout.episode import Said
+from trimtab.rollout.episode import Segment
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.trajectories import Trajectories
 
@@ -100,7 +100,7 @@ class Episode:
     reward: float | None
     """What the environment gave, all turns together; None where it failed: no score is made up."""
     finish: str
-    said: list[Said] = field(default_factory=list)
+    said: list[Segment] = field(default_factory=list)
     """Turns of the model (`drawn`), each with its reward, and what the world said to them."""
     logs: dict[str, float] = field(default_factory=dict)
     """Figures of the environment's own."""

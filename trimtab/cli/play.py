@@ -54,7 +54,7 @@ def play(options: PlayOptions) -> None:
     asking = Asking()
     playing = Playing(options, asking.ask)
     view = View(playing, tokens=options.tokens)
-    asking.tools, asking.written = playing.about.tools, playing.written
+    asking.tools, asking.written = playing.info.tools, playing.written
     try:
         view.introduce()
         if playing.by_person and sys.stdin.isatty():

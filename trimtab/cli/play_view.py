@@ -32,7 +32,7 @@ class View:
         self.player = "you" if playing.by_person else "model"
 
     def introduce(self) -> None:
-        about = self.playing.about
+        about = self.playing.info
         names = ", ".join(tool["function"]["name"] for tool in about.tools)
         who = "you play" if self.playing.by_person else f"{self.playing.options.pretrain} plays"
         tools = f", with tools: {names}" if names else ""

@@ -69,7 +69,7 @@ class AgentFunction(Protocol):
 
 @dataclass(frozen=True)
 class LoadedEnvironment:
-    about: EnvironmentInfo
+    info: EnvironmentInfo
     make: Callable[[], EnvironmentAdapter] | None = None  # of an environment
     run: AgentFunction | None = None  # of an agent
     rows: Callable[[int, int], list[dict[str, Any]]] | None = None

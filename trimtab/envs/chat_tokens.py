@@ -50,10 +50,10 @@ class TextAppender:
         self.tokenizer = tokenizer
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        return encode_text(self.tokenizer, contents(messages))
+        return encode_text(self.tokenizer, join_contents(messages))
 
     def after(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        return encode_text(self.tokenizer, contents(messages))
+        return encode_text(self.tokenizer, join_contents(messages))
 
 
 class ChatAppender:
@@ -80,7 +80,7 @@ class ChatAppender:
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """The tokens before the first turn."""
         if is_verbatim(messages):
-            return encode_text(self.tokenizer, contents(messages))
+            return encode_text(self.tokenizer, join_contents(messages))
         return self._cached(
             ("opening", messages), lambda: encode_text(self.tokenizer, self._text(list(messages), prompt=True))
         )
@@ -88,7 +88,7 @@ class ChatAppender:
     def after(self, messages: Sequence[Message], ended: bool) -> list[int]:
         """The tokens between a turn and the next. `ended`: the turn has its end token; otherwise that comes first."""
         if is_verbatim(messages):
-            return encode_text(self.tokenizer, contents(messages))
+            return encode_text(self.tokenizer, join_contents(messages))
         return self._cached(
             ("after", ended, messages), lambda: self._after(_probe(messages, self.tools), list(messages), ended)
         )
@@ -197,7 +197,7 @@ def tokens_after(
     return ids[1:] if ended and ids and ids[0] == turn[-1] else ids
 
 
-def contents(messages: Sequence[Message]) -> str:
+def join_contents(messages: Sequence[Message]) -> str:
     return "".join(content for message in messages if isinstance(content := message.get("content"), str))
 
 

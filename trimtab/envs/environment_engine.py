@@ -22,7 +22,7 @@ from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession
 from trimtab.envs.episode_state import EpisodePhase, EpisodeSnapshot, EpisodeState
 from trimtab.envs.types import EpisodeSettings, Message, Step, Task, Turn
 from trimtab.rollout.engine import Engine, decode_chunk_size
-from trimtab.rollout.episode import Said
+from trimtab.rollout.episode import Segment
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Finish, Trajectory
 
@@ -39,11 +39,11 @@ class EnvironmentEngine(EpisodeEngine[EpisodeState]):
         tokenizer: PreTrainedTokenizerBase,
         settings: EpisodeSettings | None = None,
     ):
-        assert pool.about.kind == "environment", "an agent asks for its turns itself"
+        assert pool.info.kind == "environment", "an agent asks for its turns itself"
         super().__init__(engine, pool, settings)
         self.pool, self.tokenizer = pool, tokenizer
         self._chat_tokens: dict[str, ChatTokens] = {}
-        self.chat_tokens(pool.about.tools, ())  # refuses a chat template that cannot render them
+        self.chat_tokens(pool.info.tools, ())  # refuses a chat template that cannot render them
 
     def open_session(self, sampling: SamplingParams) -> "EnvironmentSession":
         return EnvironmentSession(self, sampling)
@@ -83,29 +83,29 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         state.restore(partials)
         self._reset(state)
 
-    def advance(self, steps: int | None = None) -> list[Trajectory]:
+    def step(self, steps: int | None = None) -> list[Trajectory]:
         pulse.move()
         aborted, self._aborted = self._aborted, set()
         self._abort(aborted)
-        if self.inner.busy and not self._finished:
+        if self.inner.has_unfinished and not self._finished:
             if len(self.active) > len(self.generating):  # an environment may answer meanwhile
                 steps = decode_chunk_size(steps, full=self.inner.full)
-            for rollout in self.inner.advance(steps):
+            for rollout in self.inner.step(steps):
                 if (state := self.generating.pop(rollout.prompt, None)) is not None:
                     self._generated(state, rollout)
         if self.active:
-            self._poll(0.0 if self.inner.busy or self._finished else POLL_SECONDS)
+            self._poll(0.0 if self.inner.has_unfinished or self._finished else POLL_SECONDS)
         return self.take_finished()
 
-    def drawn(self, request: int) -> list[int]:
+    def output_ids(self, request: int) -> list[int]:
         state = next((s for s in self.active.values() if (s.request, s.sample) == (request, 0)), None)
         if state is None or not state.now.trajectories:
             return []
-        inner = [] if state.now.request is None else self.inner.drawn(state.now.request)
+        inner = [] if state.now.request is None else self.inner.output_ids(state.now.request)
         return state.trajectory.tokens.tolist() + inner
 
-    def at_work(self) -> dict[tuple[int, int], int]:
-        inner = self.inner.at_work()
+    def output_lengths(self) -> dict[tuple[int, int], int]:
+        inner = self.inner.output_lengths()
         found = {}
         for state in list(self.active.values()):
             now = state.now
@@ -226,7 +226,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         trajectory = state.trajectory
         message, text = state.chat.parser.turn(rollout.ids, trajectory.whole_ids, state.chat.stops)
         start, branch = len(trajectory.tokens), len(state.now.trajectories) - 1
-        said = Said(
+        said = Segment(
             *([message], start, start + len(rollout.ids), True, text, rollout.finish),
             seconds=time.monotonic() - state.since,
             branch=branch,
@@ -286,7 +286,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
             return
         branch = len(trajectories)
         start = len(trajectory.tokens) if branch == turn.branch else 0
-        said = Said(messages, start, len(read.tokens), False, seconds=seconds, branch=branch)
+        said = Segment(messages, start, len(read.tokens), False, seconds=seconds, branch=branch)
         state.add(said, trajectories=(*trajectories, read))
         state.count_tools()
         state.next_sampling = step.sampling
@@ -380,7 +380,7 @@ def first_tokens(chat: ChatTokens, reply: ResetReply, task: Task, prompt_ids: li
     return prompt
 
 
-def next_answered(said: Sequence[Said], since: int) -> int | None:
+def next_answered(said: Sequence[Segment], since: int) -> int | None:
     """The index of the next turn of the model whose answer is in the record."""
     return next((i for i in range(since, len(said) - 1) if said[i].drawn and not said[i + 1].drawn), None)
 

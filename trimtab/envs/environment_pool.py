@@ -157,7 +157,7 @@ class InstancePool(Protocol):
 
     def drop(self, episode: int) -> None: ...
 
-    def finished(self, seconds: float) -> list[Reply]: ...
+    def poll(self, seconds: float) -> list[Reply]: ...
 
     def close(self) -> None: ...
 
@@ -166,7 +166,7 @@ class EnvironmentInstances(InstancePool, Protocol):
     """Running environments, which are stepped turn by turn."""
 
     @property
-    def about(self) -> EnvironmentInfo: ...
+    def info(self) -> EnvironmentInfo: ...
 
     def reset(self, episode: int, task: Task) -> None: ...
 
@@ -180,7 +180,7 @@ class Environments:
 
     def __init__(self, pool: SandboxPool, name: str, seconds: float):
         """`name`: what reports call the environment; `seconds`: that a call may take."""
-        self._pool, self.about = pool, EnvironmentInfo(**pool.about)
+        self._pool, self.info = pool, EnvironmentInfo(**pool.info)
         self._inbox: deque[Result | Failure] = deque()
         self._sessions: dict[int, CallSession] = {}  # of episodes
         self._suspects: set[int] = set()  # episodes that may have ended their process
@@ -208,7 +208,7 @@ class Environments:
             if (session := self._sessions.pop(episode, None)) is not None:
                 self._pool.drop(session)
 
-    def finished(self, seconds: float) -> list[Reply]:
+    def poll(self, seconds: float) -> list[Reply]:
         """All replies that have come, waiting up to this time for the first."""
         deadline = time.monotonic() + seconds
         while not self._pool.wait(self._inbox, max(0.0, deadline - time.monotonic())):
@@ -229,8 +229,8 @@ class Environments:
             assert episode not in self._sessions, f"episode {episode} has an instance"
             self._pending.begin(episode, method, task)
             how: dict[str, Any] = {"final": final, "inbox": self._inbox, "tag": episode}
-            careful = episode in self._suspects
-            self._sessions[episode] = self._pool.open(method, task, *arguments, careful=careful, **how)
+            serial = episode in self._suspects
+            self._sessions[episode] = self._pool.open(method, task, *arguments, serial=serial, **how)
 
     def _call(self, episode: int, method: str, *arguments: Any, final: bool = False) -> None:
         with self._pool.state:
@@ -288,7 +288,7 @@ class LocalEnvironmentPool(Environments):
     def __init__(self, source: Any, limits: SandboxLimits):
         """`source`: a class of any known shape, a function that makes environments, or an agent."""
         self.loaded = with_tools(load_object(source))
-        about = self.loaded.about
+        about = self.loaded.info
         try:
             file = inspect.getfile(source)
         except (TypeError, OSError):  # made at run time
@@ -312,11 +312,11 @@ class BroadcastPool:
         """`open_pool`: called in the first process only."""
         self._pool: EnvironmentInstances | None = None
         self._peers = peers
-        self.about = EnvironmentInfo(**self._broadcast(lambda: self._opened(open_pool)))
+        self.info = EnvironmentInfo(**self._broadcast(lambda: self._opened(open_pool)))
 
     def _opened(self, open_pool: Callable[[], EnvironmentInstances]) -> dict[str, Any]:
         self._pool = open_pool()
-        return asdict(self._pool.about)
+        return asdict(self._pool.info)
 
     def _broadcast(self, find: Callable[[], Any]) -> Any:
         """The first process's result, in all processes. If it raises, all raise an error with its message."""
@@ -349,12 +349,12 @@ class BroadcastPool:
         if self._pool is not None:
             self._pool.drop(episode)
 
-    def finished(self, seconds: float) -> list[Reply]:
+    def poll(self, seconds: float) -> list[Reply]:
         return [_decoded_reply(*encoded) for encoded in self._broadcast(lambda: self._replies(seconds))]
 
     def _replies(self, seconds: float) -> list[list[Any]]:
         assert self._pool is not None, "the first has it"
-        return [_encoded_reply(reply) for reply in self._pool.finished(seconds)]
+        return [_encoded_reply(reply) for reply in self._pool.poll(seconds)]
 
     def close(self) -> None:
         if self._pool is not None:

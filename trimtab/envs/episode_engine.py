@@ -65,7 +65,7 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
         """New replies, and kept ones to episodes that are resumed. Replies to suspended episodes are kept."""
         suspended = {active.number for _, active in self._suspended.values()}
         found = [self._inbox.pop(number) for number in list(self._inbox) if number not in suspended]
-        for reply in self._instances.finished(0.0 if found else seconds):
+        for reply in self._instances.poll(0.0 if found else seconds):
             if reply.episode in suspended:
                 self._inbox[reply.episode] = reply
             else:
@@ -118,8 +118,8 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
     def sleep(self) -> None:
         self.engine.sleep()
 
-    def rest(self) -> None:
-        self.engine.rest()
+    def trim_memory(self) -> None:
+        self.engine.trim_memory()
 
     def wake(self) -> None:
         self.engine.wake()
@@ -177,7 +177,7 @@ class EpisodeSession(BaseSession, Generic[EpisodeT]):
         raise NotImplementedError
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished(self) -> bool:
         return bool(self.active or self._finished)
 
     def finish(self, trajectories: list[Trajectory]) -> None:

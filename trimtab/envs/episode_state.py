@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.envs.chat_tokens import ChatTokens
 from trimtab.envs.types import Message, Task
-from trimtab.rollout.episode import Episode, Said
+from trimtab.rollout.episode import Episode, Segment
 from trimtab.rollout.trajectory import Finish, Trajectory
 
 COUNTERS = ("tool_calls", "tool_failures", "unknown_tools", "seconds_environment")
@@ -28,7 +28,7 @@ class EpisodeSnapshot:
     """An episode's data at one moment. Replaced as a whole, because other threads read it."""
 
     trajectories: tuple[Trajectory, ...] = ()
-    said: tuple[Said, ...] = ()
+    said: tuple[Segment, ...] = ()
     request: int | None = None  # of the engine's session, that generates the next turn
     part: Trajectory | None = None  # of the next turn, from which the engine resumes
 
@@ -102,7 +102,7 @@ class EpisodeState:
         self.counters, self.last_tools = dict.fromkeys(COUNTERS, 0.0), {}
         self.begun += 1
 
-    def add(self, said: Said, trajectories: tuple[Trajectory, ...]) -> None:
+    def add(self, said: Segment, trajectories: tuple[Trajectory, ...]) -> None:
         self.now = EpisodeSnapshot(trajectories, (*self.now.said, said))
 
     def set_reward(self, reward: float) -> None:

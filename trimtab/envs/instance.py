@@ -25,7 +25,7 @@ def load_service(source: str) -> InstanceService:
     """For worker processes: instances of the environment that `source` names."""
     loaded = load(source)
     return InstanceService(
-        asdict(loaded.about), str(parse_source(source)[0]), functools.partial(EnvironmentInstance, loaded)
+        asdict(loaded.info), str(parse_source(source)[0]), functools.partial(EnvironmentInstance, loaded)
     )
 
 

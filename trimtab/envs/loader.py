@@ -66,7 +66,7 @@ def with_tools(loaded: LoadedEnvironment) -> LoadedEnvironment:
         closed = first.close()
         if inspect.iscoroutine(closed):
             asyncio.run(closed)
-    return replace(loaded, about=replace(loaded.about, tools=tools))
+    return replace(loaded, info=replace(loaded.info, tools=tools))
 
 
 # ---- libraries: NAME or NAME?option=value&...

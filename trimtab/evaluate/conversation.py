@@ -65,11 +65,11 @@ class Conversation:
         try:
             with self.engine.session(sampling) as session:
                 request = session.add(ids, seed=seed)
-                while session.busy:
-                    for rollout in session.advance(SHOWN_AT_ONCE):
+                while session.has_unfinished:
+                    for rollout in session.step(SHOWN_AT_ONCE):
                         answer.grow(rollout.ids, last=True)
                         finish = rollout.finish_reason
-                    answer.grow(session.drawn(request))
+                    answer.grow(session.output_ids(request))
         except KeyboardInterrupt:
             pass
         self._answers += 1

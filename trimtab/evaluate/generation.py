@@ -29,7 +29,7 @@ from trimtab.interrupts import StopRequest
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import hollow_policy, load_frozen_policy
 from trimtab.models.policy import Policy
-from trimtab.rewards.build import build_reward, check_columns, check_reward, contents
+from trimtab.rewards.build import build_reward, check_columns, check_reward, reward_fingerprints
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardRequest, WeightedReward
 from trimtab.rollout.engine import Engine
@@ -277,7 +277,7 @@ class Generation:
             "seed": options.seed,
             "sampling": dataclasses.asdict(self.sampling),
             "reward": [shown(options, name) for name in names],
-            REWARD_CONTENTS: None if self.reward is None else contents(self.reward),
+            REWARD_CONTENTS: None if self.reward is None else reward_fingerprints(self.reward),
         }
 
 

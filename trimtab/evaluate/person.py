@@ -48,7 +48,7 @@ class Person(BaseEngine):
 
     def sleep(self) -> None: ...
 
-    def rest(self) -> None: ...
+    def trim_memory(self) -> None: ...
 
     def wake(self) -> None: ...
 
@@ -81,10 +81,10 @@ class PersonSession(BaseSession):
         return request
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished(self) -> bool:
         return bool(self._waiting)
 
-    def advance(self, steps: int | None = None) -> list[Trajectory]:
+    def step(self, steps: int | None = None) -> list[Trajectory]:
         asked = [request for request in self._waiting if request not in self._new][:1]
         self._new.clear()
         return [self._answer(request) for request in asked]
@@ -99,10 +99,10 @@ class PersonSession(BaseSession):
         versions = np.zeros(len(tokens), dtype=np.int32)
         return Trajectory(request, 0, prompt, tokens, versions.astype(np.float32), finish, versions=versions)
 
-    def drawn(self, request: int) -> list[int]:
+    def output_ids(self, request: int) -> list[int]:
         return []
 
-    def at_work(self) -> dict[tuple[int, int], int]:
+    def output_lengths(self) -> dict[tuple[int, int], int]:
         return {(request, 0): 0 for request in self._waiting}
 
     def partials(self) -> dict[int, list[Trajectory]]:

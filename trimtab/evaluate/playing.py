@@ -17,7 +17,7 @@ from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
 from trimtab.evaluate.person import Person, tokenizer_of_a_person
 from trimtab.models.load import load_frozen_policy
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.episode import Episode, Said
+from trimtab.rollout.episode import Episode, Segment
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import request_seed, stop_tokens
 from trimtab.rollout.trajectory import Finish, Trajectory
@@ -30,7 +30,7 @@ SEEDS = 2**31  # a row's, as training gives them: below this
 class Heard:
     """What was said, once all is known of it, with its tokens."""
 
-    said: Said
+    said: Segment
     ids: list[int]
 
 
@@ -52,7 +52,7 @@ class Playing:
         # There is one episode at a time.
         self.pool = open_pool(replace(options, env_workers=1))
         try:
-            self.about = self.pool.about
+            self.info = self.pool.info
             self.tokenizer: Any = load_job_tokenizer(options) if options.pretrain else tokenizer_of_a_person()
             inner, self.stops = self._engine(ask)
             self.plain = self.tokenizer.chat_template is None
@@ -73,7 +73,7 @@ class Playing:
 
     def written(self, name: str, arguments: dict[str, Any]) -> str:
         """The call of a tool in the player's tokens."""
-        return MessageParser(self.tokenizer, self.about.tools).written(name, arguments)
+        return MessageParser(self.tokenizer, self.info.tools).written(name, arguments)
 
     def tasks(self) -> list[Task]:
         """One for each episode, from --row on; after the last row comes the first."""
@@ -99,7 +99,7 @@ class Playing:
                 seed=options.seed,
             )
             return [dict(found[row]) for row in range(min(count, len(found)))]
-        return self.pool.rows(count, options.seed) if self.about.offers_rows else []
+        return self.pool.rows(count, options.seed) if self.info.offers_rows else []
 
     def _task(self, number: int, row: dict[str, Any], seed: int) -> Task:
         """Of a file's row by its columns' names; an environment's own rows have their names already."""
@@ -126,8 +126,8 @@ class Playing:
         told, found, opened = 0, [], False
         with self.engine.session(sampling) as session:
             request = session.add(self._prompt(task), seed=request_seed(task.seed, 0), task=task)
-            while session.busy:
-                found += session.advance()
+            while session.has_unfinished:
+                found += session.step()
                 branches = session.partials().get(request, [])
                 if not branches or (so_far := branches[-1].episode) is None:
                     continue
@@ -151,7 +151,7 @@ class Playing:
 
     def _opening(self, task: Task, episode: Episode) -> Heard:
         messages = task.asked if episode.opening is None else episode.opening
-        return Heard(Said(messages, 0, 0, False), [])
+        return Heard(Segment(messages, 0, 0, False), [])
 
     def _text(self, task: Task) -> str:
         """The row's prompt as the policy reads it, where the environment opens with it."""

@@ -83,7 +83,7 @@ def non_model_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[]
     return parts
 
 
-def in_words(rewards: str, options: RLOptions) -> str:
+def describe_rewards(rewards: str, options: RLOptions) -> str:
     """The rewards of an RL run, for the log; `rewards`: those besides recordings and teachers."""
     if options.replay:
         parts = [f"as recorded in {options.replay}", *([f"evaluations by {rewards}"] if rewards else [])]
@@ -94,12 +94,12 @@ def in_words(rewards: str, options: RLOptions) -> str:
     return "; ".join(parts)
 
 
-def contents(reward: WeightedReward) -> list[str | None]:
+def reward_fingerprints(reward: WeightedReward) -> list[str | None]:
     """A hash of each part's weights or code, which may change while its path does not; None: it has none."""
-    return [_contents(part) for part, _ in reward.parts]
+    return [_fingerprint(part) for part, _ in reward.parts]
 
 
-def _contents(reward: Reward) -> str | None:
+def _fingerprint(reward: Reward) -> str | None:
     if isinstance(reward, ModelReward):
         return weights_fingerprint(reward.model)
     if isinstance(reward, CallableReward):

@@ -23,7 +23,7 @@ from trimtab.config.rewards import GIVEN
 from trimtab.errors import UserError
 from trimtab.rewards.signatures import EXPECTED, recognize
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, finite_or_infinite, rows_text
-from trimtab.sandbox.calls import CallTimeout, LoadFailed, SandboxError, UserCodeError, blame, jsonable
+from trimtab.sandbox.calls import CallTimeout, LoadFailed, SandboxError, UserCodeError, error_line, jsonable
 from trimtab.sandbox.pool import SandboxLimits, WorkerPool
 from trimtab.sandbox.process import Waiter, duration
 from trimtab.sandbox.worker import parse_source
@@ -131,9 +131,9 @@ class FunctionReward(UserFunction):
             self._pool = WorkerPool("trimtab.rewards.signatures", place, limits, self._waiter.stopped, **how)
         except LoadFailed as error:
             raise UserError(f"reward function {self.file}: {error}") from error
-        about = self._pool.about
+        info = self._pool.info
         self.name, self.batched, self.is_async, self._reads_ids = (
-            about[name] for name in ("name", "batched", "is_async", "reads_ids")
+            info[name] for name in ("name", "batched", "is_async", "reads_ids")
         )
         # An async function serves all of its samples at once by itself, and measures their time.
         count = 1 if self.batched or self.is_async else limits.worker_count
@@ -303,7 +303,7 @@ class CallableReward(UserFunction):
                 answer = self._signature.call(part)
                 found = jsonable(_awaited(answer) if inspect.isawaitable(answer) else answer)
             except Exception as error:
-                raise UserCodeError(blame(error, str(self.file))) from error
+                raise UserCodeError(error_line(error, str(self.file))) from error
             yield found
 
 

@@ -27,7 +27,7 @@ class Session(Protocol):
     """Requests that may be added while others run. Close it, or use it in a `with`."""
 
     meanwhile: Callable[[], None] | None
-    """Called inside `advance` while the device works, if the engine has time to wait. It may add requests."""
+    """Called inside `step` while the device works, if the engine has time to wait. It may add requests."""
 
     def add(
         self,
@@ -53,24 +53,24 @@ class Session(Protocol):
         """Do slow work (allocation, graph capture) now for unknown requests of mostly at most `longest` tokens."""
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished(self) -> bool:
         """Whether there are unfinished requests."""
 
     @property
     def full(self) -> bool:
         """Whether a new request must wait for another to finish."""
 
-    def advance(self, steps: int | None = None) -> list[Trajectory]:
+    def step(self, steps: int | None = None) -> list[Trajectory]:
         """Run for a moment, or for at most `steps` tokens a sequence; returns what has finished. 0: only prefill new
         requests and sample their first tokens, if the engine can; without new ones, clean up."""
 
     def __iter__(self) -> Iterator[Trajectory]:
         """Trajectories as they finish, until no request is left. More may be added meanwhile, and later."""
 
-    def drawn(self, request: int) -> list[int]:
+    def output_ids(self, request: int) -> list[int]:
         """Tokens so far of the first sample of a running request."""
 
-    def at_work(self) -> dict[tuple[int, int], int]:
+    def output_lengths(self) -> dict[tuple[int, int], int]:
         """How many tokens every unfinished sample has drawn, by request and sample."""
 
     def partials(self) -> dict[int, list[Trajectory]]:
@@ -139,7 +139,7 @@ class Engine(Protocol):
     def sleep(self) -> None:
         """Release memory while the model trains."""
 
-    def rest(self) -> None:
+    def trim_memory(self) -> None:
         """Between the calls of a training loop: release memory if little else is free."""
 
     def wake(self) -> None:
@@ -153,13 +153,13 @@ class Engine(Protocol):
 class ReceivingEngine(Engine, Protocol):
     """An engine away from the policy, which receives its weights over links (distributed/link.py)."""
 
-    def seats(self) -> list[dict[str, Any]]:
+    def receivers(self) -> list[dict[str, Any]]:
         """Where its processes are; each of them receives."""
 
-    def join(self, plan: list[dict[str, Any]]) -> None:
+    def connect(self, plan: list[dict[str, Any]]) -> None:
         """Open the links of a plan; those of an earlier one are closed."""
 
-    def receive(self, version: int) -> None:
+    def receive_weights(self, version: int) -> None:
         """Receive the weights that are being sent at this moment, of this version."""
 
 
@@ -222,7 +222,7 @@ class BaseSession(Session):
     def __init__(self) -> None:
         self.meanwhile: Callable[[], None] | None = None
         self.requests = 0  # added so far
-        self._aborted: set[int] = set()  # requests to abort at the next `advance`
+        self._aborted: set[int] = set()  # requests to abort at the next `step`
 
     def expect(self, samples: int) -> None:
         """Nothing to do."""
@@ -238,8 +238,8 @@ class BaseSession(Session):
         self._aborted.update(range(self.requests) if requests is None else requests)
 
     def __iter__(self) -> Iterator[Trajectory]:
-        while self.busy:
-            yield from self.advance()
+        while self.has_unfinished:
+            yield from self.step()
 
     def __enter__(self) -> Self:
         return self

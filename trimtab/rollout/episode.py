@@ -32,7 +32,7 @@ class Task:
 
 
 @dataclass
-class Said:
+class Segment:
     """A turn of the model, or an observation."""
 
     messages: list[Message]
@@ -48,7 +48,7 @@ class Said:
 
 @dataclass
 class Episode:
-    said: list[Said] = field(default_factory=list)
+    said: list[Segment] = field(default_factory=list)
     opening: list[Message] | None = None  # what reset gave, if it did
     last_reward: float = 0.0  # of the whole episode, added to those of its turns
     logs: dict[str, float] = field(default_factory=dict)  # metrics of the environment
@@ -60,7 +60,7 @@ class Episode:
         return sum(said.reward for said in self.said) + self.last_reward
 
     @property
-    def turns(self) -> list[Said]:
+    def turns(self) -> list[Segment]:
         """Turns of the model."""
         return [said for said in self.said if said.drawn]
 
@@ -70,4 +70,4 @@ class Episode:
 
     @classmethod
     def of_plain(cls, found: dict[str, Any]) -> "Episode":
-        return cls(**{**found, "said": [Said(**said) for said in found["said"]]})
+        return cls(**{**found, "said": [Segment(**said) for said in found["said"]]})

@@ -63,7 +63,7 @@ class Instance(Protocol):
 class FunctionService:
     """A stateless function. A request is split into parts, each of which is called and has one result."""
 
-    about: dict[str, Any]
+    info: dict[str, Any]
     file: str
     """Whose lines error messages name."""
     split: Callable[[Any], list[Any]]
@@ -73,7 +73,7 @@ class FunctionService:
 
 @dataclass(frozen=True)
 class InstanceService:
-    about: dict[str, Any]
+    info: dict[str, Any]
     file: str
     make: Callable[["Caller", float], Instance]
     """Of the caller for its calls, and the seconds that a call may take."""
@@ -93,7 +93,7 @@ def jsonable(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float | str) else f"<{type(value).__name__}>"
 
 
-def blame(error: BaseException, file: str) -> str:
+def error_line(error: BaseException, file: str) -> str:
     """The error in one line, with the last line of the user's file that it passed through."""
     text = " ".join(str(error).split())
     words = (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:500]
@@ -296,7 +296,7 @@ class InstanceServer:
                 return
             if not live.dropped:
                 late = isinstance(error, CallTimeout)
-                words = str(error) if late else blame(error, self._service.file)
+                words = str(error) if late else error_line(error, self._service.file)
                 self.send("late" if late else "error", key, words)
             live.dropped = True
         live.busy = False

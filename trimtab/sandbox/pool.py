@@ -6,7 +6,7 @@ sessions; only `wait` and `result` wait for them.
 
 A worker process that hangs is ended. The sessions that lived in it and did nothing fail as innocent. Where a process
 dies, any of the sessions that had a call in it may be the cause: if there were several, none is blamed, and the next
-sessions for them are opened as `careful`, in a process that gets one call at a time.
+sessions for them are opened as `serial`, in a process that gets one call at a time.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class Failure:
 class SandboxPool:
     """Sessions, wherever their user code runs. Thread-safe; `state` is the lock around everything in it."""
 
-    about: dict[str, Any]
+    info: dict[str, Any]
     """What the loaded code says about itself."""
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False):
@@ -105,7 +105,7 @@ class SandboxPool:
         *arguments: Any,
         final: bool = False,
         replies: int = 1,
-        careful: bool = False,
+        serial: bool = False,
         inbox: "deque[Result | Failure] | None" = None,
         tag: Any = None,
     ) -> CallSession:
@@ -114,7 +114,7 @@ class SandboxPool:
         session = CallSession(next(self._keys), deque() if inbox is None else inbox, tag)
         with self.state:
             self._sessions[session.key] = session
-            self._place(session, careful=careful)
+            self._place(session, serial=serial)
             session.method, session.final, session.expected = method, final, replies
             self._send(session, "open", method, final, *arguments)
         return session
@@ -159,7 +159,7 @@ class SandboxPool:
     def close(self) -> None:
         raise NotImplementedError
 
-    def _place(self, session: CallSession, *, careful: bool) -> None:
+    def _place(self, session: CallSession, *, serial: bool) -> None:
         raise NotImplementedError
 
     def _send(self, session: CallSession, kind: str, *call: Any) -> None:
@@ -211,7 +211,7 @@ class LocalPool(SandboxPool):
 
     def __init__(self, service: InstanceService, limits: SandboxLimits):
         super().__init__()
-        self.about = service.about
+        self.info = service.info
         self._server = InstanceServer(service, limits.seconds, limits.threads, self._receive)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sandbox", daemon=True)
@@ -226,7 +226,7 @@ class LocalPool(SandboxPool):
         self._thread.join()
         self._loop.close()
 
-    def _place(self, session: CallSession, *, careful: bool) -> None:
+    def _place(self, session: CallSession, *, serial: bool) -> None:
         """There is one place."""
 
     def _send(self, session: CallSession, kind: str, *call: Any) -> None:
@@ -289,14 +289,14 @@ class WorkerPool(SandboxPool):
         os.set_blocking(self._waking, False)
         self._looks_at = 0.0  # when the listener looks again by itself
         self._listener = threading.Thread(target=self._listen, name="sandbox", daemon=True)
-        self._workers.append(self._start(careful=False))
+        self._workers.append(self._start(serial=False))
         self._listener.start()
         try:
             report = f"{title} to be loaded; given up after {duration(LOADING_SECONDS)} at the latest"
             Waiter(stopped).until(self._is_loaded, math.inf, report)
             if self._loaded is None:
                 raise LoadFailed(str(self._load_error))
-            self.about = self._loaded
+            self.info = self._loaded
         except BaseException:
             self.close()
             raise
@@ -327,15 +327,15 @@ class WorkerPool(SandboxPool):
                 self.state.wait(seconds)
             return self._loaded is not None or self._load_error is not None
 
-    def _start(self, *, careful: bool) -> SandboxWorker:
+    def _start(self, *, serial: bool) -> SandboxWorker:
         process = WorkerProcess("trimtab.sandbox.worker", self._arguments, output=self._output)
-        return SandboxWorker(process, MessageSocket(process.socket), careful)
+        return SandboxWorker(process, MessageSocket(process.socket), serial)
 
-    def _place(self, session: CallSession, *, careful: bool) -> None:
+    def _place(self, session: CallSession, *, serial: bool) -> None:
         """In the process with the fewest sessions; in a new one where each has some, as long as there may be more."""
-        fit = [worker for worker in self._workers if worker.careful == careful]
+        fit = [worker for worker in self._workers if worker.serial == serial]
         if len(fit) < self.count and all(worker.sessions for worker in fit):
-            self._workers.append(self._start(careful=careful))
+            self._workers.append(self._start(serial=serial))
             fit = self._workers[-1:]
         session.worker = min(fit, key=lambda worker: (len(worker.sessions), not worker.loaded, -worker.since))
         assert self._shared or not session.worker.sessions, "a function has no more calls than processes"

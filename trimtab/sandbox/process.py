@@ -141,7 +141,7 @@ class SandboxWorker:
 
     process: WorkerProcess
     channel: MessageSocket
-    careful: bool
+    serial: bool
     """It gets one call at a time, so that the call that ends the process is known."""
     is_new: bool = True  # the listener does not know it yet
     loaded: bool = False
@@ -156,7 +156,7 @@ class SandboxWorker:
 
     def send(self, kind: str, key: int, *call: Any) -> None:
         message = pickle.dumps((kind, key, *call))
-        if self.careful and self.asked:
+        if self.serial and self.asked:
             self._queue.append((key, message))
         else:
             self._send(key, message)

@@ -39,7 +39,7 @@ from trimtab.sandbox.calls import (
     FunctionService,
     InstanceServer,
     InstanceService,
-    blame,
+    error_line,
     jsonable,
     out_of_memory,
     thread_line,
@@ -77,10 +77,10 @@ def main(handle: str, memory: str, seconds: str, threads: str, module: str, sour
     try:
         service: FunctionService | InstanceService = importlib.import_module(module).load_service(source)
     except BaseException as error:
-        words = str(error) if isinstance(error, UserError) else blame(error, str(parse_source(source)[0]))
+        words = str(error) if isinstance(error, UserError) else error_line(error, str(parse_source(source)[0]))
         connection.send_bytes(_encoded("unloadable", None, words))
         return
-    connection.send_bytes(_encoded("loaded", None, service.about))
+    connection.send_bytes(_encoded("loaded", None, service.info))
     if isinstance(service, FunctionService):
         with contextlib.suppress(EOFError, OSError):  # the run has closed the connection, or is gone
             while True:
@@ -100,7 +100,7 @@ def _replies(service: FunctionService, key: int, parts: list[Any], seconds: floa
     def failed(error: BaseException) -> _Reply:
         if isinstance(error, MemoryError):
             return False, _encoded("stuck", key, out_of_memory(memory))
-        return False, _encoded("error", key, blame(error, service.file))
+        return False, _encoded("error", key, error_line(error, service.file))
 
     async def awaited(part: Any) -> _Reply:
         try:

@@ -18,7 +18,7 @@ from trimtab.envs.environment_pool import EndReply, FailureReply, InstancePool, 
 from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.episode import Episode, Said
+from trimtab.rollout.episode import Episode, Segment
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Finish, Trajectory
 from trimtab.server.policy_server import PolicyServer
@@ -91,9 +91,9 @@ class AgentEpisode:
         return next(iter(_sequences(list(self.record.turns))), None)
 
 
-def _said(turns: list[RecordedTurn]) -> list[Said]:
+def _said(turns: list[RecordedTurn]) -> list[Segment]:
     """Every turn once, in the order of sampling, each in the branch that trains it, with the messages before it."""
-    found: list[tuple[int, Said]] = []
+    found: list[tuple[int, Segment]] = []
     known: set[int] = set()
     for branch, end in enumerate(branch_ends(turns)):
         place = 0
@@ -101,11 +101,11 @@ def _said(turns: list[RecordedTurn]) -> list[Said]:
             start = place + (len(turn.read) if number else 0)
             if turn.number not in known:
                 if number and len(turn.read):
-                    read = Said(turn.new_messages, place, start, False, _words(turn.new_messages), branch=branch)
+                    read = Segment(turn.new_messages, place, start, False, _words(turn.new_messages), branch=branch)
                     found.append((turn.number, read))
                 stop = start + len(turn.rollout.tokens)
                 text = turn.message.get("content") or ""
-                said = Said([turn.message], start, stop, True, text, turn.rollout.finish_reason, branch=branch)
+                said = Segment([turn.message], start, stop, True, text, turn.rollout.finish_reason, branch=branch)
                 found.append((turn.number, said))
                 known.add(turn.number)
             place = start + len(turn.rollout.tokens)
@@ -155,7 +155,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
             return
         self._start(request, seed, task, prompt_ids, 1 if episode is None else episode.begun + 1, 0)
 
-    def advance(self, steps: int | None = None) -> list[Trajectory]:
+    def step(self, steps: int | None = None) -> list[Trajectory]:
         pulse.move()
         self._take_aborted()
         queue = self.engine.server.queue
@@ -170,12 +170,12 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
                 self._take(agent, reply)
         return self.take_finished()
 
-    def drawn(self, request: int) -> list[int]:
+    def output_ids(self, request: int) -> list[int]:
         first = next((v for v in self.active.values() if (v.request, v.sample) == (request, 0)), None)
         sequence = None if first is None else first.first_sequence()
         return [] if sequence is None else sequence.tokens.tolist()
 
-    def at_work(self) -> dict[tuple[int, int], int]:
+    def output_lengths(self) -> dict[tuple[int, int], int]:
         return {(agent.request, agent.sample): agent.tokens() for agent in list(self.active.values())}
 
     def partials(self) -> dict[int, list[Trajectory]]:

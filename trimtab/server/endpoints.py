@@ -115,7 +115,7 @@ class CompletionEndpoints:
         params = completion_params(fields, self._defaults(session))
         prompts = await _in_thread_if_large(fields, lambda: self._prompts(fields))
         for ids in prompts:  # all of them, before anything is sampled
-            self.policy.room(ids, "prompt")
+            self.policy.max_new_tokens(ids, "prompt")
         if len(prompts) * params.answers > self.backend.most_waiting:
             asked = f"{len(prompts)} prompts with n {params.answers}"
             raise InvalidRequest(
@@ -140,7 +140,7 @@ class CompletionEndpoints:
 
     async def tokenize(self, fields: Fields, session: str | None) -> Response:
         if "messages" in fields:
-            messages, with_turn = read_messages(fields), fields.flag("add_generation_prompt", True)
+            messages, with_turn = read_messages(fields), fields.boolean("add_generation_prompt", True)
             chat_format = self._chat_format(fields)
             if with_turn:
                 record = None if session is None else self.sessions.find(session)
@@ -151,10 +151,10 @@ class CompletionEndpoints:
                 ids = self.policy.encode(text, "messages")
         else:
             text = fields.text("prompt") or ""
-            special = fields.flag("add_special_tokens", True)
+            special = fields.boolean("add_special_tokens", True)
             ids = await _in_thread_if_large(fields, lambda: self.policy.encode(text, "prompt", special=special))
-        strings = self.policy.tokenizer.convert_ids_to_tokens(ids) if fields.flag("return_token_strs") else None
-        about = {"count": len(ids), "max_model_len": self.policy.most_tokens, "token_strs": strings}
+        strings = self.policy.tokenizer.convert_ids_to_tokens(ids) if fields.boolean("return_token_strs") else None
+        about = {"count": len(ids), "max_model_len": self.policy.max_model_len, "token_strs": strings}
         return JSONResponse({"tokens": ids, **about})
 
     async def detokenize(self, fields: Fields, session: str | None) -> Response:
@@ -170,16 +170,16 @@ class CompletionEndpoints:
     # ---- reading requests
 
     def _read_chat(self, fields: Fields, session: str | None) -> tuple[RequestParams, ChatFormat, SessionRecord | None]:
-        kind = fields.part("response_format").text("type")
+        kind = fields.object("response_format").text("type")
         if kind not in (None, "text"):
             raise InvalidRequest("response_format: only text is offered", "response_format")
-        if not fields.flag("add_generation_prompt", True) or fields.flag("continue_final_message"):
+        if not fields.boolean("add_generation_prompt", True) or fields.boolean("continue_final_message"):
             raise InvalidRequest("the model speaks next; a turn is not continued", "add_generation_prompt")
         params = chat_params(fields, self._defaults(session))
         return params, self._chat_format(fields), self.sessions.get_or_create(session)
 
     def _chat_format(self, fields: Fields) -> ChatFormat:
-        settings = fields.part("chat_template_kwargs").body
+        settings = fields.object("chat_template_kwargs").body
         if wrong := [name for name in settings if name in RESERVED or not name.isidentifier()]:
             raise InvalidRequest(
                 f"chat_template_kwargs: {wrong[0][:50]!r} is the server's to say", "chat_template_kwargs"
@@ -211,7 +211,7 @@ class CompletionEndpoints:
         """`param`: the field that holds the prompt; `number`: of the prompt in its request."""
         record = self.sessions.get_or_create(session)
         try:
-            sampling = params.sampling_within(self.policy.room(ids, param))
+            sampling = params.sampling_within(self.policy.max_new_tokens(ids, param))
         except InvalidRequest:
             if record is not None:
                 record.refused = "context"
@@ -359,7 +359,9 @@ def make_policy_app(
 
     def models(request: Request) -> Response:
         about = {"id": policy.name, "object": "model", "created": 0, "owned_by": "trimtab", "root": policy.name}
-        return JSONResponse({"object": "list", "data": [about | {"parent": None, "max_model_len": policy.most_tokens}]})
+        return JSONResponse(
+            {"object": "list", "data": [about | {"parent": None, "max_model_len": policy.max_model_len}]}
+        )
 
     def health(request: Request) -> Response:
         closing = gate.closed or backend.closed

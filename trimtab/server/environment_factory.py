@@ -61,7 +61,7 @@ def make_environment_engine(
 ) -> Engine:
     """Closes the pool when the engine is closed, and at once on an error."""
     try:
-        if pool.about.kind != "agent":
+        if pool.info.kind != "agent":
             return EnvironmentEngine(engine, pool, tokenizer, settings)
         from trimtab.server.agents import AgentServerEngine
 
@@ -80,9 +80,9 @@ def environment_rows(
     """`count` rows ("train"), and `eval_count` others ("evaluation"). `instead`: the option that names prompts."""
     pool = open_pool(options)
     try:
-        if not pool.about.offers_rows:
+        if not pool.info.offers_rows:
             raise UserError(f"{options.environment_flag} has no prompts of its own: give {instead}")
-        if eval_count and pool.about.fixed:
+        if eval_count and pool.info.fixed:
             found = _held_out(pool.rows(count + eval_count, seed), eval_count, options)
         else:
             found = {"train": pool.rows(count, seed)}
@@ -122,7 +122,7 @@ def check_environment(
     settings = episode_settings(options, plain=plain)
     pool = open_pool(options)
     try:
-        about = pool.about
+        about = pool.info
         line = f"{about.kind}: {about.name}, {about.shape}"
         if about.kind == "agent":
             return [line]
@@ -130,7 +130,7 @@ def check_environment(
         pool.reset(0, task)
         replies: list[Reply] = []
         while not replies:
-            replies = pool.finished(1.0)
+            replies = pool.poll(1.0)
     finally:
         pool.close()
     (reply,) = replies

@@ -441,7 +441,7 @@ def run_worker(end: socket.socket, listening: socket.socket, policy: ServedPolic
 
 def worker_policy(settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ServedPolicy:
     defaults = ServerDefaults(tuple(settings["stops"]), settings["vocabulary"])
-    return ServedPolicy(settings["name"], tokenizer, defaults, settings["most_tokens"])
+    return ServedPolicy(settings["name"], tokenizer, defaults, settings["max_model_len"])
 
 
 def main(handle: str) -> None:

@@ -88,7 +88,7 @@ class PolicyServer:
                 "name": policy.name,
                 "stops": list(policy.defaults.stops),
                 "vocabulary": policy.defaults.vocabulary,
-                "most_tokens": policy.most_tokens,
+                "max_model_len": policy.max_model_len,
                 "token": token,
                 "private": private,
                 "max_bytes": max_bytes,
@@ -104,7 +104,7 @@ class PolicyServer:
     def start_engine(self, engine: Engine) -> None:
         """Have this engine answer, in a thread. Without it, a caller with an open session runs the queue."""
         usual = SamplingParams(stop_token_ids=self.policy.defaults.stops)
-        self._engine_thread = EngineThread(engine, self.queue, usual, self.policy.most_tokens)
+        self._engine_thread = EngineThread(engine, self.queue, usual, self.policy.max_model_len)
 
     def run(self, listening: socket.socket) -> bool:
         """In the main thread until SIGINT or SIGTERM; returns whether the engine has stopped."""

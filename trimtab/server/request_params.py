@@ -56,17 +56,17 @@ class Fields:
     def wrong(self, name: str, needed: str) -> InvalidRequest:
         return InvalidRequest(f"{self.within}{name} must be {needed}", self.within + name)
 
-    def part(self, name: str) -> "Fields":
+    def object(self, name: str) -> "Fields":
         found = self.body.get(name)
         if found is not None and not isinstance(found, dict):
             raise self.wrong(name, "an object")
         return Fields(found or {}, f"{self.within}{name}.")
 
-    def whole(self, name: str, default: int, least: int, most: int = LARGEST - 1) -> int:
-        found = self.optional_whole(name, least, most)
+    def integer(self, name: str, default: int, least: int, most: int = LARGEST - 1) -> int:
+        found = self.optional_integer(name, least, most)
         return default if found is None else found
 
-    def optional_whole(self, name: str, least: int, most: int = LARGEST - 1) -> int | None:
+    def optional_integer(self, name: str, least: int, most: int = LARGEST - 1) -> int | None:
         found = self.body.get(name)
         if found is None:
             return None
@@ -85,7 +85,7 @@ class Fields:
             raise self.wrong(name, f"a number, {bounds}")
         return float(found)
 
-    def flag(self, name: str, default: bool = False) -> bool:
+    def boolean(self, name: str, default: bool = False) -> bool:
         found = self.body.get(name)
         if found is not None and not isinstance(found, bool):
             raise self.wrong(name, "true or false")
@@ -158,51 +158,51 @@ class ServerDefaults:
 
 
 def chat_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
-    alternatives = fields.whole("top_logprobs", 0, 0, MOST_ALTERNATIVES)
-    shown = fields.flag("logprobs") or alternatives > 0
+    alternatives = fields.integer("top_logprobs", 0, 0, MOST_ALTERNATIVES)
+    shown = fields.boolean("logprobs") or alternatives > 0
     return _request_params(fields, defaults, alternatives, shown)
 
 
 def completion_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
     for name in ("echo", "use_beam_search"):
-        if fields.flag(name):
+        if fields.boolean(name):
             raise InvalidRequest(f"{name} is not offered; leave it out", name)
     if fields.text("suffix"):
         raise InvalidRequest("suffix is not offered; leave it out", "suffix")
-    return _request_params(fields, defaults, fields.whole("logprobs", 0, 0, MOST_ALTERNATIVES), "logprobs" in fields)
+    return _request_params(fields, defaults, fields.integer("logprobs", 0, 0, MOST_ALTERNATIVES), "logprobs" in fields)
 
 
 def generate_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
     """Of vLLM's protocol of token ids."""
-    asked = fields.part("sampling_params")
-    count = asked.whole("logprobs", 1, 0, MOST_ALTERNATIVES)
+    asked = fields.object("sampling_params")
+    count = asked.integer("logprobs", 1, 0, MOST_ALTERNATIVES)
     # 1 asks for the log-prob of the sampled token, which is there anyway.
     params = _request_params(asked, defaults, count if count > 1 else 0, True)
-    return dataclasses.replace(params, names_as_ids=True, token_ids=True, stream=fields.flag("stream"))
+    return dataclasses.replace(params, names_as_ids=True, token_ids=True, stream=fields.boolean("stream"))
 
 
 def _request_params(fields: Fields, defaults: ServerDefaults, alternatives: int, log_probs: bool) -> RequestParams:
     for name in PENALTIES_NOT_OFFERED:
         if fields.number(name, 0.0, -100, 100) and defaults.pinned is None:
             raise InvalidRequest(f"{name} is not offered; leave it out, or give repetition_penalty", name)
-    longest = fields.optional_whole("max_tokens", 1)
-    longest = fields.optional_whole("max_completion_tokens", 1) or longest
+    longest = fields.optional_integer("max_tokens", 1)
+    longest = fields.optional_integer("max_completion_tokens", 1) or longest
     if defaults.pinned is not None:
         most = defaults.pinned.max_new_tokens
         longest = most if longest is None else min(longest, most)
     return RequestParams(
         sampling=_sampling(fields, defaults, alternatives),
         limit=longest,
-        seed=fields.optional_whole("seed", -(2**63)),
-        answers=fields.whole("n", 1, 1, MOST_ANSWERS),
+        seed=fields.optional_integer("seed", -(2**63)),
+        answers=fields.integer("n", 1, 1, MOST_ANSWERS),
         log_probs=log_probs,
         # A client that asks for ids takes token texts as a sign that log-probs are not those of the temperature.
-        names_as_ids=fields.flag("return_tokens_as_token_ids", fields.flag("return_token_ids")),
-        token_ids=fields.flag("return_token_ids"),
-        special_tokens=not fields.flag("skip_special_tokens", True),
-        stop_strings_shown=fields.flag("include_stop_str_in_output"),
-        stream=fields.flag("stream"),
-        stream_usage=fields.part("stream_options").flag("include_usage"),
+        names_as_ids=fields.boolean("return_tokens_as_token_ids", fields.boolean("return_token_ids")),
+        token_ids=fields.boolean("return_token_ids"),
+        special_tokens=not fields.boolean("skip_special_tokens", True),
+        stop_strings_shown=fields.boolean("include_stop_str_in_output"),
+        stream=fields.boolean("stream"),
+        stream_usage=fields.object("stream_options").boolean("include_usage"),
     )
 
 
@@ -210,7 +210,7 @@ def _sampling(fields: Fields, defaults: ServerDefaults, alternatives: int) -> Sa
     own_stops = fields.ids("stop_token_ids") if "stop_token_ids" in fields else []
     if any(not 0 <= token < defaults.vocabulary for token in own_stops):
         raise fields.wrong("stop_token_ids", f"a list of token ids below {defaults.vocabulary}")
-    stops = (() if fields.flag("ignore_eos") else defaults.stops) + tuple(own_stops)
+    stops = (() if fields.boolean("ignore_eos") else defaults.stops) + tuple(own_stops)
     ends: dict[str, Any] = {
         "stop_token_ids": tuple(dict.fromkeys(stops)),
         "stop_strings": fields.texts("stop"),
@@ -226,17 +226,17 @@ def _sampling(fields: Fields, defaults: ServerDefaults, alternatives: int) -> Sa
     return SamplingParams(
         temperature=max(temperature, COLDEST) if temperature else 0.0,
         top_p=max(fields.number("top_p", 1.0, 0, 1), 1e-6),
-        top_k=max(fields.whole("top_k", 0, -1), 0),
+        top_k=max(fields.integer("top_k", 0, -1), 0),
         min_p=fields.number("min_p", 0.0, 0, 1),
         repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100),
-        min_new_tokens=fields.whole("min_tokens", 0, 0),
+        min_new_tokens=fields.integer("min_tokens", 0, 0),
         logit_bias=_bias(fields, defaults.vocabulary),
         **ends,
     )
 
 
 def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
-    given = fields.part("logit_bias")
+    given = fields.object("logit_bias")
     bias: dict[int, float] = {}
     for name in given.body:
         if not name.isdecimal() or len(name) > 12 or int(name) >= vocabulary:

@@ -224,23 +224,23 @@ class RequestQueue:
         before = len(self._running)
         if self._admit_new(session) and len(self._running) > 2 * before:  # more may be on their way
             steps = STEPS_TO_BEGIN if steps is None else min(steps, STEPS_TO_BEGIN)
-        if not session.busy:
+        if not session.has_unfinished:
             return
         steps = decode_chunk_size(steps, full=session.full, seconds=self._step_seconds)
         began = time.monotonic()
-        finished = session.advance(steps)
+        finished = session.step(steps)
         if steps >= MIN_CHUNK_SIZE:
             self._step_seconds = (time.monotonic() - began) / steps
         self.finish(finished)
-        if not session.busy:
-            session.advance(0)  # its cleanup, while no client waits for it
+        if not session.has_unfinished:
+            session.step(0)  # its cleanup, while no client waits for it
 
     def gather(self, session: Session) -> None:
         """While clients that were answered together return: prefill their requests, and decode when all are there. What
         begins together ends together, in fewer steps than what begins bit by bit."""
         while self._gathers:
             if self._admit_new(session):
-                self.finish(session.advance(0), together=False)
+                self.finish(session.step(0), together=False)
             else:
                 time.sleep(POLL_SECONDS)
 

@@ -183,10 +183,10 @@ def _digest() -> "hashlib.blake2b":
 class SessionStore:
     """The records of all sessions, by name. When they hold too much, the least recently used are dropped."""
 
-    def __init__(self, most_tokens: int = MOST_TOKENS, *, invited: bool = False, private: bool = False):
+    def __init__(self, max_tokens: int = MOST_TOKENS, *, invited: bool = False, private: bool = False):
         """`invited`: every request must name a session that this process opened; `private`: only names that `issue`
         gave."""
-        self.most_tokens, self.held, self.invited, self.private = most_tokens, 0, invited, private
+        self.max_tokens, self.held, self.invited, self.private = max_tokens, 0, invited, private
         self._records: OrderedDict[str, SessionRecord] = OrderedDict()
 
     def __len__(self) -> int:
@@ -233,7 +233,7 @@ class SessionStore:
         self._evict()
 
     def _evict(self) -> None:
-        while self.held > self.most_tokens and not self.invited:
+        while self.held > self.max_tokens and not self.invited:
             self.drop(next(iter(self._records)))
 
 
@@ -306,13 +306,13 @@ class ChatPrompt:
 class ServedPolicy:
     """The model that is served, as requests see it: its name, tokenizer, context, and chat formats."""
 
-    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, defaults: ServerDefaults, most_tokens: int):
-        """`most_tokens`: of a prompt with its answer."""
-        self.name, self.tokenizer, self.defaults, self.most_tokens = name, tokenizer, defaults, most_tokens
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, defaults: ServerDefaults, max_model_len: int):
+        """`max_model_len`: of a prompt with its answer."""
+        self.name, self.tokenizer, self.defaults, self.max_model_len = name, tokenizer, defaults, max_model_len
         self._chat_formats: OrderedDict[str, ChatFormat] = OrderedDict()
         self.names = TokenNames(lambda token: self.text([token], special=True))
         # A text with more characters has more tokens than the context, and is refused without tokenizing it.
-        self.most_characters = most_tokens * max(map(len, tokenizer.get_vocab()), default=1)
+        self.most_characters = max_model_len * max(map(len, tokenizer.get_vocab()), default=1)
 
     def chat_format(self, tools: list[dict[str, Any]], settings: dict[str, Any]) -> ChatFormat:
         if not self.tokenizer.chat_template:
@@ -328,14 +328,14 @@ class ServedPolicy:
     def encode(self, text: str, param: str, *, special: bool = False) -> list[int]:
         """`special`: with the special tokens that the tokenizer adds to every text."""
         if len(text) > self.most_characters:
-            raise no_room(self.most_tokens, len(text), param)
+            raise no_room(self.max_model_len, len(text), param)
         return self.tokenizer.encode(text, add_special_tokens=special, verbose=False)
 
     def chat_prompt(self, messages: list[Message], chat_format: ChatFormat, record: SessionRecord | None) -> ChatPrompt:
         """The tokens of a conversation. Turns that the record has are in it as they were sampled, with the later
         messages appended."""
         if sum(len(message["content"]) for message in messages) > self.most_characters:
-            raise no_room(self.most_tokens, self.most_characters, "messages")
+            raise no_room(self.max_model_len, self.most_characters, "messages")
         if record is not None and chat_format.appending is not None:
             found = record.turn_before_messages(chat_format.history_keys(messages))
             if found is not None:
@@ -358,14 +358,14 @@ class ServedPolicy:
         if min(ids) < 0 or max(ids) >= self.defaults.vocabulary:
             raise InvalidRequest(f"{param} has a token id that is not below {self.defaults.vocabulary}", param)
 
-    def room(self, prompt_ids: list[int], param: str) -> int:
+    def max_new_tokens(self, prompt_ids: list[int], param: str) -> int:
         """How many tokens an answer may have behind this prompt."""
         if not prompt_ids:
             raise InvalidRequest(f"{param} has no token; at least one is needed", param)
         self.check_ids(prompt_ids, param)
-        room = self.most_tokens - len(prompt_ids)
+        room = self.max_model_len - len(prompt_ids)
         if room < 1:
-            raise no_room(self.most_tokens, len(prompt_ids), param)
+            raise no_room(self.max_model_len, len(prompt_ids), param)
         return room
 
     def ended(self, rollout: Trajectory) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.episode import Episode, Said
+from trimtab.rollout.episode import Episode, Segment
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
 
@@ -38,12 +38,12 @@ class Played:
             elif number:
                 ids += WORLD
                 drawn += [False] * len(WORLD)
-                record.said.append(Said([{"role": "user", "content": "~"}], len(ids) - len(WORLD), len(ids), False))
+                record.said.append(Segment([{"role": "user", "content": "~"}], len(ids) - len(WORLD), len(ids), False))
             start = len(ids)
             ids += tokens
             drawn += [True] * len(tokens)
             own = {"text": "!", "finish": "stop", "reward": reward, "branch": len(found) - 1}
-            record.said.append(Said([{"role": "assistant", "content": "!"}], start, len(ids), True, **own))
+            record.said.append(Segment([{"role": "assistant", "content": "!"}], start, len(ids), True, **own))
         rollouts = []
         for branch, (ids, drawn) in enumerate(found):
             log_probs = np.full(sum(drawn), log_prob, dtype=np.float32)

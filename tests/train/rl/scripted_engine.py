@@ -37,7 +37,7 @@ class ScriptedEngine:
         assert self.at_work is None
         self.version = version
 
-    def rest(self) -> None:
+    def trim_memory(self) -> None:
         assert self.at_work is None
         self.rests += 1
 
@@ -63,10 +63,10 @@ class ScriptedSession:
     def expect(self, samples): ...
 
     @property
-    def busy(self):
+    def has_unfinished(self):
         return bool(self.running)
 
-    def advance(self, steps=None):
+    def step(self, steps=None):
         if self.aborted:
             gone = [one for one in self.running if one[0] in self.aborted]
             self.running = [one for one in self.running if one[0] not in self.aborted]
@@ -95,7 +95,7 @@ class ScriptedSession:
         log_probs, versions = np.array(log_probs, dtype=np.float32), np.array(versions, dtype=np.int32)
         return Trajectory(request, sample, prompt_ids, ids, log_probs, finish, versions=versions)
 
-    def at_work(self):
+    def output_lengths(self):
         return {(one[0], one[2]): len(one[3]) for one in list(self.running)}
 
     def partials(self):

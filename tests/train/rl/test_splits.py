@@ -137,17 +137,17 @@ def stop_while_writing(calls: int) -> None:
     """A signal that this process alone gets, in the middle of a rollout."""
     from trimtab.rollout.builtin.engine import BuiltinSession
 
-    plain = BuiltinSession.advance
+    plain = BuiltinSession.step
     count = 0
 
-    def advance(self, steps=None):
+    def step(self, steps=None):
         nonlocal count
         count += 1
         if count == calls:
             os.kill(os.getpid(), signal.SIGTERM)
         return plain(self, steps)
 
-    BuiltinSession.advance = advance
+    BuiltinSession.step = step
 
 
 @pytest.mark.long

@@ -54,10 +54,10 @@ class SinglePart:
 class CachedPrefill:
     """Index of a prefill in which some sequences have a cached prefix."""
 
-    def __init__(self, spans: list[Span], places: list[np.ndarray], device: torch.device):
-        """All sequences of a row in order: `spans` of their new tokens in the row, `places` of all tokens in the
+    def __init__(self, spans: list[Span], slots: list[np.ndarray], device: torch.device):
+        """All sequences of a row in order: `spans` of their new tokens in the row, `slots` of all tokens in the
         cache."""
-        self.spans, self.places, self.device = spans, places, device
+        self.spans, self.slots, self.device = spans, slots, device
 
     @cached_property
     def parts(self) -> list[VarlenPart]:
@@ -65,38 +65,38 @@ class CachedPrefill:
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         first, total = 0, 0
-        for number, places in enumerate(self.places):
-            if number > first and total + len(places) > MOST_TOGETHER:
+        for number, slots in enumerate(self.slots):
+            if number > first and total + len(slots) > MOST_TOGETHER:
                 yield first, number
                 first, total = number, 0
-            total += len(places)
-        yield first, len(self.places)
+            total += len(slots)
+        yield first, len(self.slots)
 
     def _part(self, first: int, end: int) -> VarlenPart:
-        spans, places = self.spans[first:end], self.places[first:end]
-        wholes = [len(own) for own in places]
+        spans, slots = self.spans[first:end], self.slots[first:end]
+        wholes = [len(own) for own in slots]
         return VarlenPart(
             slice(spans[0].start, spans[-1].start + spans[-1].length),
             sent(cumulative([span.length for span in spans]), self.device),
             sent(cumulative(wholes), self.device),
-            sent(torch.from_numpy(np.concatenate(places)), self.device),
+            sent(torch.from_numpy(np.concatenate(slots)), self.device),
             max(wholes),
         )
 
     @cached_property
     def alike(self) -> list[tuple[Tensor, Tensor]]:
-        """Of sequences with a prefix, by length: new tokens in the row [S, new], places of all tokens [S, whole]."""
+        """Of sequences with a prefix, by length: new tokens in the row [S, new], slots of all tokens [S, whole]."""
         groups: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
-        for span, places in zip(self.spans, self.places):
-            if len(places) > span.length:
+        for span, slots in zip(self.spans, self.slots):
+            if len(slots) > span.length:
                 own = np.arange(span.start, span.start + span.length)
-                groups.setdefault((len(own), len(places)), []).append((own, places))
+                groups.setdefault((len(own), len(slots)), []).append((own, slots))
         found = []
         for (_, whole), group in groups.items():
             most = max(1, MOST_TOGETHER // whole)
             for first in range(0, len(group), most):
-                own, places = (np.stack(part) for part in zip(*group[first : first + most]))
-                found.append((self._tensor(own), self._tensor(places)))
+                own, slots = (np.stack(part) for part in zip(*group[first : first + most]))
+                found.append((self._tensor(own), self._tensor(slots)))
         return found
 
     def _tensor(self, values: np.ndarray) -> Tensor:
@@ -118,9 +118,9 @@ class GatheredKV:
     def keys_and_values(self, layer: int, new_BHD: tuple[Tensor, Tensor], positions_B: Tensor) -> list[Tensor]:
         """[B, heads, width, D] each, including the new tokens."""
         if layer in self._layers:
-            places = self.first_B + positions_B
+            slots = self.first_B + positions_B
             for block, new in zip(self._layers[layer], new_BHD):
-                block.flatten(0, 1).index_copy_(0, places, new)
+                block.flatten(0, 1).index_copy_(0, slots, new)
         else:
             pages = self.tables_BP.flatten()
             self._layers[layer] = [
@@ -144,7 +144,7 @@ class PrefillMetadata:
 
 @dataclass
 class DecodeMetadata:
-    places_B: Tensor
+    slot_mapping_B: Tensor
     tables_BP: Tensor  # block tables: pages of every sequence in order, padded by 0
     lengths_B: Tensor  # of the sequences, the new token included
 
@@ -160,7 +160,7 @@ class CachedAttention:
 
     def begin(self, current: PrefillMetadata | DecodeMetadata) -> None:
         self._pass, self._calls = current, 0
-        if isinstance(current, PrefillMetadata) or has_kernels(current.places_B.device):
+        if isinstance(current, PrefillMetadata) or has_kernels(current.slot_mapping_B.device):
             self._window = None
         elif self._window is None or self._window.tables_BP is not current.tables_BP:
             self._window = GatheredKV(self.cache, current.tables_BP)
@@ -174,7 +174,7 @@ class CachedAttention:
         self._calls += 1
         if isinstance(current, DecodeMetadata):
             new = key[:, :, 0], value[:, :, 0]
-            self.cache.store(layer, *new, current.places_B)
+            self.cache.store(layer, *new, current.slot_mapping_B)
             return self._decode(current, query, layer, new, arguments)
         assert current is not None
         self.cache.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), current.slot_mapping_T)
@@ -197,8 +197,8 @@ class CachedAttention:
         if continued is not None and varlen_applies(query, value, arguments.get("softcap"), 0.0):
             return self._continue_in_one_row(query[0].transpose(0, 1), layer, continued, arguments)[None]
         out = attend_packed(current.row, query, key, value, arguments)
-        for own, places in [] if continued is None else continued.alike:
-            out[0, own] = self._continue(query[0][:, own].transpose(0, 1), layer, places, arguments)
+        for own, slots in [] if continued is None else continued.alike:
+            out[0, own] = self._continue(query[0][:, own].transpose(0, 1), layer, slots, arguments)
         return out
 
     def _decode(
@@ -245,11 +245,11 @@ class CachedAttention:
             found.append(attend_varlen(query_THD[part.own], keys, values, part, scale, near))
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _continue(self, query: Tensor, layer: int, places: Tensor, arguments: Arguments) -> Tensor:
+    def _continue(self, query: Tensor, layer: int, slots: Tensor, arguments: Arguments) -> Tensor:
         """New tokens of equally long sequences against all their tokens. query [S, heads, new, D] -> [S, new, heads,
         D]."""
         stored = (self.cache.keys, self.cache.values)
-        keys, values = (t[layer].flatten(0, 1)[places].transpose(1, 2) for t in stored)
+        keys, values = (t[layer].flatten(0, 1)[slots].transpose(1, 2) for t in stored)
         new, whole = query.shape[2], keys.shape[2]
         position = torch.arange(whole, device=query.device)
         distance = position[whole - new :, None] - position

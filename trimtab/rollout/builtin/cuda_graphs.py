@@ -266,7 +266,7 @@ def common_sizes(most: int, longest: int) -> list[PrefillSize]:
 class PrefillGraph:
     """The tensors of a prefill of one size, and its graph once it is captured."""
 
-    tokens: Tensor  # [3, T]: ids, positions, places
+    tokens: Tensor  # [3, T]: ids, positions, slots
     sequences: Tensor  # [3, S]: end of each, its last token, end of its keys
     keys: Tensor | None  # [K]: positions of all keys in the KV cache
     hidden_SD: Tensor
@@ -285,8 +285,8 @@ class PrefillGraph:
         row, continued = PackedRow(starts, starts, None, count, self.longest), None
         if self.keys is not None:
             continued = SinglePart(VarlenPart(slice(0, count), starts, key_starts, self.keys, self.longest))
-        ids, positions, places = self.tokens
-        self.hidden_SD.copy_(runner.hidden_states(row, ids, positions, places, continued)[self.sequences[1]])
+        ids, positions, slots = self.tokens
+        self.hidden_SD.copy_(runner.hidden_states(row, ids, positions, slots, continued)[self.sequences[1]])
 
 
 class PrefillGraphs:
@@ -296,17 +296,17 @@ class PrefillGraphs:
         self.passes: dict[PrefillSize, PrefillGraph] = {}  # captured ones
         self.times: Counter[PrefillSize] = Counter()  # of eager prefills of other sizes
 
-    def read(self, runner: ModelRunner, texts: list[tuple[list[int], int, list[int]]]) -> Tensor:
+    def prefill(self, runner: ModelRunner, texts: list[tuple[list[int], int, list[int]]]) -> Tensor:
         """Prefill (ids, how many are cached, pages); returns the last hidden state of each [S, D]."""
         whole, done = (np.array(numbers) for numbers in zip(*((len(ids), done) for ids, done, _ in texts)))
         own, count = whole - done, len(texts)
         size, prepared = self._prepared(runner, PrefillSize.of(own, whole))
-        places = [runner.places(pages, len(ids)) for ids, _, pages in texts]
+        slots = [runner.slots(pages, len(ids)) for ids, _, pages in texts]
         total = int(own.sum())
         tokens = np.zeros((3, size.tokens), dtype=np.int64)
         tokens[0, :total] = np.concatenate([ids[known:] for ids, known, _ in texts])
         tokens[1, :total] = np.concatenate([np.arange(known, len(ids)) for ids, known, _ in texts])
-        tokens[2, :total] = np.concatenate([found[known:] for found, known in zip(places, done)])
+        tokens[2, :total] = np.concatenate([found[known:] for found, known in zip(slots, done)])
         sequences = np.empty((3, size.sequences), dtype=np.int64)
         for row, lengths in ((0, own), (2, whole)):
             sequences[row, :count] = lengths.cumsum()
@@ -316,7 +316,7 @@ class PrefillGraphs:
         prepared.sequences.copy_(torch.from_numpy(sequences))
         if prepared.keys is not None:
             keys = np.zeros(size.keys, dtype=np.int64)
-            keys[: int(whole.sum())] = np.concatenate(places)
+            keys[: int(whole.sum())] = np.concatenate(slots)
             prepared.keys.copy_(torch.from_numpy(keys))
         prepared.run(runner)
         return prepared.hidden_SD[:count].clone()
@@ -387,7 +387,7 @@ class GraphCache:
         self.release()
 
     def release(self) -> None:
-        self.reads: PrefillGraphs | None = None
+        self.prefills: PrefillGraphs | None = None
         self.decodes: DecodeGraphs | None = None
         self._by_rows: dict[bool, tuple[SamplingFeatures, DecodeGraphs]] = {}  # by whether they filter
         self._hold_for: tuple = ()
@@ -403,8 +403,8 @@ class GraphCache:
             self._hold_for = hold_for
         width = cache.keys.shape[-1]
         by_varlen = cache.keys.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
-        if self.reads is None and fused and by_varlen:
-            self.reads = PrefillGraphs()
+        if self.prefills is None and fused and by_varlen:
+            self.prefills = PrefillGraphs()
 
     def give_up(self, reason: CaptureFailed) -> None:
         """Run eagerly from now on."""

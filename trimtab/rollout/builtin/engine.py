@@ -100,21 +100,21 @@ class BuiltinSession(BaseSession):
             graphs = captured.decode_graphs_by_row(self._runner.cache, [self.sampling], self._longest)
             if graphs is not None:
                 graphs.prepare(self._runner)
-            if captured.reads is not None:
-                captured.reads.prepare(self._runner, self.engine.max_num_batched_tokens, self._longest)
+            if captured.prefills is not None:
+                captured.prefills.prepare(self._runner, self.engine.max_num_batched_tokens, self._longest)
         except CaptureFailed as error:
             captured.give_up(error)
 
     @property
-    def busy(self) -> bool:
-        return bool(self._new) or (self._scheduler is not None and self._scheduler.busy)
+    def has_unfinished(self) -> bool:
+        return bool(self._new) or (self._scheduler is not None and self._scheduler.has_unfinished)
 
     @property
     def full(self) -> bool:
-        return len(self._at_work()) + len(self._new) >= self.engine.max_num_seqs
+        return len(self._unfinished()) + len(self._new) >= self.engine.max_num_seqs
 
     @torch.no_grad()
-    def advance(self, steps: int | None = None) -> list[Trajectory]:
+    def step(self, steps: int | None = None) -> list[Trajectory]:
         pulse.move()
         if self._new:
             self._admit_new()
@@ -134,16 +134,16 @@ class BuiltinSession(BaseSession):
             finished += self._decode(scheduler, graphs, self._chunk_size(scheduler, graphs, steps))
         return finished
 
-    def drawn(self, request: int) -> list[int]:
-        at_work = self._at_work()
-        return next((s.ids.array.tolist() for s in at_work if (s.prompt.index, s.number) == (request, 0)), [])
+    def output_ids(self, request: int) -> list[int]:
+        unfinished = self._unfinished()
+        return next((s.ids.array.tolist() for s in unfinished if (s.prompt.index, s.number) == (request, 0)), [])
 
-    def at_work(self) -> dict[tuple[int, int], int]:
-        return {(s.prompt.index, s.number): len(s.ids) for s in [*self._at_work(), *self._new]}
+    def output_lengths(self) -> dict[tuple[int, int], int]:
+        return {(s.prompt.index, s.number): len(s.ids) for s in [*self._unfinished(), *self._new]}
 
     def partials(self) -> dict[int, list[Trajectory]]:
         found: dict[int, list[Trajectory]] = {}
-        for sample in [*self._at_work(), *self._new]:
+        for sample in [*self._unfinished(), *self._new]:
             count = min(len(sample.ids), len(sample.log_probs))
             ids, log_probs = sample.ids.array[:count], sample.log_probs.array[:count]
             versions = sample.partial.versions_with(count, self.engine.version)
@@ -173,7 +173,7 @@ class BuiltinSession(BaseSession):
         engine, memory = self.engine, self.engine.memory
         if self._scheduler is not None:
             self._scheduler.free_finished()  # new requests may hit their prefixes
-        samples = max(self._expected, len(self._at_work()) + len(self._new))
+        samples = max(self._expected, len(self._unfinished()) + len(self._new))
         cache = memory.cache(min(engine.max_num_seqs, samples), self._longest, self.device)
         address = cache.keys.data_ptr(), cache.values.data_ptr(), cache.pages
         if self._address != address:  # nothing else that graphs depend on changes in an open session
@@ -190,7 +190,7 @@ class BuiltinSession(BaseSession):
         self._scheduler.add(self._new)
         self._new = []
 
-    def _at_work(self) -> list[SequenceState]:
+    def _unfinished(self) -> list[SequenceState]:
         return [] if self._scheduler is None else [*self._scheduler.running, *self._scheduler.waiting]
 
     # ---- prefill and decode
@@ -199,7 +199,7 @@ class BuiltinSession(BaseSession):
         """Prefill scheduled sequences, and sample the first token of new ones."""
         prefill = self._prefill
         prefill.run(admissions)
-        self.engine.tokens_read, prefill.tokens = self.engine.tokens_read + prefill.tokens, 0
+        self.engine.prefilled_tokens, prefill.tokens = self.engine.prefilled_tokens + prefill.tokens, 0
         fresh, finished = [a.sample for a in admissions if not a.sample.ids], []
         if fresh:
             hidden = torch.stack([prefill.hidden[s.prompt] for s in fresh])
@@ -345,7 +345,7 @@ class BuiltinEngine(BaseEngine):
         self.exact = shape.dtype == torch.float32 and not weight_only_int8
         self.version = 0
         self.context = generated_context(policy.config)
-        self.tokens_read = 0
+        self.prefilled_tokens = 0
         """Prefilled tokens so far: of prompts, as far as they were not cached, and of preempted sequences."""
         self._int8 = Int8Layers(policy) if weight_only_int8 else None
         self._session: BuiltinSession | None = None
@@ -413,7 +413,7 @@ class BuiltinEngine(BaseEngine):
         if self._int8 is not None:
             self._int8.release()
 
-    def rest(self) -> None:
+    def trim_memory(self) -> None:
         """Sleep if the KV cache is larger than the memory that is still free."""
         if self.memory.held > free_memory(self.policy.device):
             self.sleep()

@@ -68,9 +68,9 @@ class FusedLayers:
     def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, slot_mapping_T: Tensor, attend) -> Tensor:
         """Last hidden states [T, D]; `attend(layer, query, key, value, arguments)` sees the cache filled."""
         stream = self.backbone.embed_tokens(ids_T)
-        return self.through(self.all, stream, self.angles(positions_T), cache, slot_mapping_T, attend)
+        return self.run_layers(self.all, stream, self.angles(positions_T), cache, slot_mapping_T, attend)
 
-    def through(
+    def run_layers(
         self, layers: range, stream: Tensor, angles: Angles, cache: KVCache, slot_mapping_T: Tensor, attend
     ) -> Tensor:
         """Run these layers on the residual stream [T, D], in place; returns it normed."""
@@ -88,7 +88,7 @@ class FusedLayers:
             x = fused_add_rms_norm(
                 linear_partials(attention.o_proj, mixed.flatten(1)), stream, norm.weight, norm.variance_epsilon
             )
-            new = linear_partials(layer.mlp.down_proj, opened(layer.mlp, x))
+            new = linear_partials(layer.mlp.down_proj, gate_up(layer.mlp, x))
         return fused_add_rms_norm(new, stream, backbone.norm.weight, backbone.norm.variance_epsilon)
 
 
@@ -144,7 +144,7 @@ def linear_partials(module: nn.Module, x_TD: Tensor) -> Tensor:
     return module(x_TD)
 
 
-def opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
+def gate_up(mlp: nn.Module, x_TD: Tensor) -> Tensor:
     from trimtab.rollout.builtin.kernels.fused_linear import can_join, few_rows_apply, gated_linear, small_batch_gate_up
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_gated
     from trimtab.rollout.builtin.kernels.layer_ops import gated
@@ -256,7 +256,7 @@ def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[]
         normed(None),
         lambda: normed(linear_partials(attention.o_proj, mixed))(),
         lambda: qkv_rope(attention, stream, fused.angles(zeros), keys, values, zeros),
-        lambda: opened(mlp, stream),
+        lambda: gate_up(mlp, stream),
         lambda: linear_partials(mlp.down_proj, inside),
         attended,
     ]

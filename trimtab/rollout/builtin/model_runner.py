@@ -119,45 +119,45 @@ class ModelRunner:
         del self.attention
         self._generating.__exit__(*exception)
 
-    def read(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
+    def prefill(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
         """Prefill (ids, how many are cached, pages); returns the last hidden state of each [S, D]."""
-        spans, ids, positions, places, wholes, start = [], [], [], [], [], 0
+        spans, ids, positions, slots, wholes, start = [], [], [], [], [], 0
         for tokens, done, pages in sequences:
             own = len(tokens) - done
-            where = self.places(pages, len(tokens))
+            where = self.slots(pages, len(tokens))
             spans.append(Span(start, own))
             ids += tokens[done:]
             positions.append(np.arange(done, len(tokens)))
-            places.append(where[done:])
+            slots.append(where[done:])
             wholes.append(where)
             start += own
         row, ids = PackedRow.of(spans, self.device), torch.tensor(ids, device=self.device)
         goes_on = any(done for _, done, _ in sequences)
         continued = CachedPrefill(spans, wholes, self.device) if goes_on else None
-        hidden = self.hidden_states(row, ids, self._tensor(*positions), self._tensor(*places), continued)
+        hidden = self.hidden_states(row, ids, self._tensor(*positions), self._tensor(*slots), continued)
         return hidden[[span.start + span.length - 1 for span in spans]]
 
     def prefill_answers(self, prompts: list[tuple[list[int], list[tuple[list[int], list[int]]]]]) -> None:
         """Prefill answers (ids, pages of the whole sequence) to prompts that are cached. The prompts' tokens are in the
         row again for the answers to attend to, and are stored on page 0: attention of one packed row is faster than
         several launches for every answer and layer."""
-        spans, ids, positions, places, start = [], [], [], [], 0
+        spans, ids, positions, slots, start = [], [], [], [], 0
         for prompt, answers in prompts:
             before, first = len(prompt), start
             spans.append(Span(start, before))
             ids += prompt
             positions.append(np.arange(before))
-            places.append(np.zeros(before, dtype=np.int64))  # page 0, which is never read
+            slots.append(np.zeros(before, dtype=np.int64))  # page 0, which is never read
             start += before
             for tokens, pages in answers:
                 whole = before + len(tokens)
                 spans.append(Span(start, len(tokens), first, before))
                 ids += tokens
                 positions.append(np.arange(before, whole))
-                places.append(self.places(pages, whole)[before:])
+                slots.append(self.slots(pages, whole)[before:])
                 start += len(tokens)
         row = PackedRow.of(spans, self.device)
-        self.hidden_states(row, self._tensor(np.array(ids)), self._tensor(*positions), self._tensor(*places))
+        self.hidden_states(row, self._tensor(np.array(ids)), self._tensor(*positions), self._tensor(*slots))
 
     def _tensor(self, *parts: np.ndarray) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
@@ -179,17 +179,17 @@ class ModelRunner:
         page = tables_BP.gather(1, (positions_B // size)[:, None])[:, 0]
         if idle_B is not None:
             page = page.masked_fill(idle_B, 0)
-        places = page * size + positions_B % size
-        self.attention.begin(DecodeMetadata(places, tables_BP, positions_B + 1))
-        return self._hidden(tokens_B[:, None], positions_B[:, None], places)[:, 0]
+        slots = page * size + positions_B % size
+        self.attention.begin(DecodeMetadata(slots, tables_BP, positions_B + 1))
+        return self._hidden(tokens_B[:, None], positions_B[:, None], slots)[:, 0]
 
     def decode_from(self, decode_inputs: "DecodeInputs", tables_BP: Tensor) -> Tensor:
         """The same with fused layers, from prepared inputs."""
         assert self.fused is not None
-        self.attention.begin(DecodeMetadata(decode_inputs.places_B, tables_BP, decode_inputs.lengths_B))
-        attend, places = self.attention.attend, decode_inputs.places_B
-        return self.fused.through(
-            self.fused.all, decode_inputs.stream_BD, decode_inputs.angles, self.cache, places, attend
+        self.attention.begin(DecodeMetadata(decode_inputs.slot_mapping_B, tables_BP, decode_inputs.lengths_B))
+        attend, slots = self.attention.attend, decode_inputs.slot_mapping_B
+        return self.fused.run_layers(
+            self.fused.all, decode_inputs.stream_BD, decode_inputs.angles, self.cache, slots, attend
         )
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
@@ -208,6 +208,6 @@ class ModelRunner:
         inputs = {"input_ids": ids, "attention_mask": unpadded(ids), "position_ids": positions}
         return self.policy.inner.base_model(**inputs, use_cache=False).last_hidden_state
 
-    def places(self, pages: list[int], length: int) -> np.ndarray:
+    def slots(self, pages: list[int], length: int) -> np.ndarray:
         size, token = self.cache.size, np.arange(length)
         return np.asarray(pages)[token // size] * size + token % size

@@ -27,7 +27,7 @@ class Prefill:
     def _restore_preempted(self, samples: list[SequenceState]) -> None:
         self.tokens += sum(len(s.ids) - 1 for s in samples)
         # With variable-length attention, answers attend to their prompts in one packed row.
-        longest = self.most if self.graphs.reads is not None else 0
+        longest = self.most if self.graphs.prefills is not None else 0
         for part in _parts([s for s in samples if s.length <= longest], self.most):
             self.runner.prefill_answers(
                 [(p.ids, [(s.ids.array[:-1].tolist(), s.pages) for s in part[p]]) for p in part]
@@ -46,16 +46,16 @@ class Prefill:
             self.hidden.update(zip(group, self._prefill_group(group)))
         # These continue from cached prefixes.
         for group in _groups([p for p in prompts if p.cached > 0], _new_tokens, self.most):
-            parts = [group] if self.graphs.reads is None else _groups(group, lambda p: len(p.ids), MOST_TOGETHER)
+            parts = [group] if self.graphs.prefills is None else _groups(group, lambda p: len(p.ids), MOST_TOGETHER)
             for part in parts:
                 self.hidden.update(zip(part, self._prefill_group(part)))
 
     def _prefill_group(self, prompts: list[PromptState]) -> torch.Tensor:
         sequences, first = [(p.ids, p.cached, p.pages) for p in prompts], prompts[0]
         # A larger one is alone in its group.
-        if self.graphs.reads is not None and _new_tokens(first) <= self.most and len(first.ids) <= MOST_TOGETHER:
+        if self.graphs.prefills is not None and _new_tokens(first) <= self.most and len(first.ids) <= MOST_TOGETHER:
             try:
-                return self.graphs.reads.read(self.runner, sequences)
+                return self.graphs.prefills.prefill(self.runner, sequences)
             except CaptureFailed as error:
                 self.graphs.give_up(error)
         return self._prefill_eager(sequences)
@@ -64,9 +64,9 @@ class Prefill:
         """(ids, how many are cached, pages). One that is longer than a pass is alone, and runs in chunks."""
         ids, done, pages = sequences[0]
         while len(ids) - done > self.most:
-            self.runner.read([(ids[: done + self.most], done, pages)])
+            self.runner.prefill([(ids[: done + self.most], done, pages)])
             done += self.most
-        return self.runner.read([(ids, done, pages), *sequences[1:]])
+        return self.runner.prefill([(ids, done, pages), *sequences[1:]])
 
 
 def _new_tokens(prompt: PromptState) -> int:

@@ -140,7 +140,7 @@ class Scheduler:
         self.waiting.extend(samples)
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> list[ScheduledSequence]:

@@ -81,7 +81,7 @@ class CheckedLayers(FusedLayers):
         self.same &= _is_close(first, streams[0], torch.zeros_like(first))
         for index, (before, after) in enumerate(pairwise(streams)):
             found = before.clone()
-            normed = self.through(range(index, index + 1), found, angles, cache, slot_mapping_T, attend)
+            normed = self.run_layers(range(index, index + 1), found, angles, cache, slot_mapping_T, attend)
             self.same &= _is_close(found, after, before)
         return normed
 
@@ -118,7 +118,7 @@ def _few_hidden_states(policy: Policy, cache: KVCache, fused: FusedLayers | None
     pages = list(range(1, -(-len(ids) // cache.size) + 1))
     tensor = partial(torch.tensor, device=policy.device)
     with ModelRunner(policy, cache, fused) as runner:
-        read = runner.read([(ids[:-1], 0, pages)])
+        read = runner.prefill([(ids[:-1], 0, pages)])
         decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([pages]))
     return torch.cat([read, decoded])
 

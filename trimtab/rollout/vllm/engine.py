@@ -1,10 +1,10 @@
 """The vLLM engine: tokens in, tokens and their log-probs out.
 
 It holds its own weights, loaded from a folder first. After that they come from a policy in the same process
-(`weights`), or over links from trainers elsewhere (`join` and `receive`; worker_extension.py). It is not exact: kernels
-and the order of sums differ from the trainer's. Every sample is a vLLM request with its own seed; vLLM's prefix cache
-makes samples share their prompt. vLLM's log-probs are those of the distribution that a token was sampled from: with a
-temperature alone that is the trainer's, with --top_p, --top_k or a penalty it is the filtered one.
+(`weights`), or over links from trainers elsewhere (`connect`, `receive_weights`; worker_extension.py). It is not exact:
+kernels and the order of sums differ from the trainer's. Every sample is a vLLM request with its own seed; vLLM's prefix
+cache makes samples share their prompt. vLLM's log-probs are those of the distribution that a token was sampled from:
+with a temperature alone that is the trainer's, with --top_p, --top_k or a penalty it is the filtered one.
 """
 
 import itertools
@@ -198,10 +198,10 @@ class VLLMSession(BaseSession):
         return number
 
     @property
-    def busy(self) -> bool:
+    def has_unfinished(self) -> bool:
         return bool(self._running)
 
-    def advance(self, steps: int | None = None) -> list[Trajectory]:
+    def step(self, steps: int | None = None) -> list[Trajectory]:
         """One step of the engine: at most one token for each sample."""
         pulse.move()
         finished = self._take_aborted()
@@ -213,11 +213,11 @@ class VLLMSession(BaseSession):
                 finished += [] if found is None else [found]
         return finished
 
-    def drawn(self, request: int) -> list[int]:
+    def output_ids(self, request: int) -> list[int]:
         samples = self._running.values()
         return next((sample.ids for sample in samples if (sample.request, sample.number) == (request, 0)), [])
 
-    def at_work(self) -> dict[tuple[int, int], int]:
+    def output_lengths(self) -> dict[tuple[int, int], int]:
         return {(s.request, s.number): s.length for s in list(self._running.values())}
 
     def partials(self) -> dict[int, list[Trajectory]]:
@@ -405,18 +405,18 @@ class VLLMEngine(BaseEngine):
             self._adapters.write(dict(self.weights.tensors()), self.weights.adapter_config())
             self._take_adapter()
         elif self.weights is not None:
-            self.llm.collective_rpc("take_weights", args=(self.weights.tensors(),))
+            self.llm.collective_rpc("reload_from", args=(self.weights.tensors(),))
         self._changed(version)
 
-    def seats(self) -> list[dict[str, Any]]:
-        return self.llm.collective_rpc("take_seat")
+    def receivers(self) -> list[dict[str, Any]]:
+        return self.llm.collective_rpc("receiver_address")
 
-    def join(self, plan: list[dict[str, Any]]) -> None:
+    def connect(self, plan: list[dict[str, Any]]) -> None:
         """Open the links over which weights come; see distributed/link.py for plans."""
         self._check_idle("its links may change when all its answers are taken")
-        self._attempt("join_link", plan)
+        self._attempt("connect_receiver", plan)
 
-    def receive(self, version: int) -> None:
+    def receive_weights(self, version: int) -> None:
         self._check_idle("its weights may change when all its answers are taken")
         self.wake()
         if self._adapters is not None:
@@ -455,7 +455,7 @@ class VLLMEngine(BaseEngine):
             self.llm.sleep(1)
             self._asleep = True
 
-    def rest(self) -> None:
+    def trim_memory(self) -> None:
         self.sleep()
 
     def wake(self) -> None:

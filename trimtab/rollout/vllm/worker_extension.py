@@ -76,16 +76,16 @@ class WorkerExtension:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def take_seat(self) -> dict[str, Any]:
+    def receiver_address(self) -> dict[str, Any]:
         return seat(self.device)
 
-    def join_link(self, plan: list[dict[str, Any]]) -> None:
+    def connect_receiver(self, plan: list[dict[str, Any]]) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None
         self._link = join_as_receiver(plan, self.device)
 
-    def take_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def reload_from(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
@@ -96,7 +96,7 @@ class WorkerExtension:
     def receive_weights(self) -> None:
         assert self._link is not None, "no link was joined"
         with self._link.receiving() as tensors:  # an interrupted reload would break the next one
-            self.take_weights(tensors)
+            self.reload_from(tensors)
 
     def receive_adapter(self, folder: str) -> None:
         """The first process writes the folder for all."""

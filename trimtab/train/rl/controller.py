@@ -22,7 +22,7 @@ from trimtab.plan.micro_batches import (
     without_tokens,
     work_of_prompts,
 )
-from trimtab.rewards.build import check_columns, in_words
+from trimtab.rewards.build import check_columns, describe_rewards
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.launch import load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, settings
@@ -144,7 +144,7 @@ class Controller:
             evaluation = Evaluation(self.stores["evaluation"], eval_sampling)
         text = None if self.text is None else TextMixture(self.text, options)
         asking = Asking(self.stores, self.tokenizer, groups["rollouts"], groups.get("reward"))
-        self.world.say(f"reward: {in_words(asking.in_words, options)}")
+        self.world.say(f"reward: {describe_rewards(asking.in_words, options)}")
         manifest = self.manifest(actor, asking.weighing.name) | (placed or {})
         if self.recording is not None:
             self.recording.sampler = {name: manifest[name] for name in ("device_type", "dtype")}

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.rewards.types import EPISODE_LOGS
-from trimtab.rollout.episode import Episode, Said
+from trimtab.rollout.episode import Episode, Segment
 from trimtab.train.rl.experience import FINISHES, Experience
 
 ENDS = tuple(name for name in FINISHES if name not in ("abort", "failed"))  # of episodes that are learnt from
@@ -45,13 +45,13 @@ def turns(episode: Episode, characters: int) -> list[dict[str, Any]]:
     ]
 
 
-def _role(said: Said) -> str:
+def _role(said: Segment) -> str:
     if said.drawn:
         return "assistant"
     return str(said.messages[0]["role"]) if said.messages else "environment"  # exact tokens have no messages
 
 
-def _text(said: Said) -> str:
+def _text(said: Segment) -> str:
     if said.drawn:
         return said.text
     return "\n".join(str(message.get("content") or "") for message in said.messages)

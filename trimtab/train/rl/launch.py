@@ -14,7 +14,7 @@ from trimtab.models.sharded import mesh_of
 from trimtab.plan.micro_batches import with_default_tokens
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
-from trimtab.rollout.episode import Episode, Said
+from trimtab.rollout.episode import Episode, Segment
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
@@ -31,7 +31,7 @@ from trimtab.train.rl.recording import as_recorded
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
     *(AnswerSlice, TextSlice, SamplingParams, PromptBatch, Replied, Answers, Failed, Experience),
-    *(Trajectory, Episode, Said, UnderWay, Admission, Written, LeftOut, Collected, Wait),
+    *(Trajectory, Episode, Segment, UnderWay, Admission, Written, LeftOut, Collected, Wait),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )
 

@@ -42,7 +42,7 @@ def player_of(
         return make_environment_engine(engine, pool, tokenizer, settings)
     shared = BroadcastPool(lambda: open_pool(options), tensor)
     try:
-        if shared.about.kind == "agent":
+        if shared.info.kind == "agent":
             raise UserError(
                 f"{options.environment_flag}: an agent asks for its turns itself, and not a policy cut over processes; "
                 "use --zero_stage 3"

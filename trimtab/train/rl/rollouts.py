@@ -78,16 +78,16 @@ class Rollouts(Role):
 
     def seats(self) -> list[dict[str, Any]]:
         assert isinstance(self.engine, ReceivingEngine)
-        return self.engine.seats()
+        return self.engine.receivers()
 
     def join_links(self, *, plan: Plan) -> None:
         assert isinstance(self.engine, ReceivingEngine)
-        self.engine.join(plan)
+        self.engine.connect(plan)
 
     def receive_weights(self, *, version: int) -> None:
         """At the same time as the policy sends them."""
         assert isinstance(self.engine, ReceivingEngine)
-        self.engine.receive(version)
+        self.engine.receive_weights(version)
 
     def probe(self, *, prompts: list[list[int]], seeds: list[int], sampling: SamplingParams) -> Experience:
         """Answers to compare with the trainer's log-probs."""
@@ -149,7 +149,7 @@ class Rollouts(Role):
         except OutOfMemory as shortage:
             return no_room(shortage)
         finally:
-            self.engine.rest()
+            self.engine.trim_memory()
 
     def _sample(self, questions: PromptBatch, sampling: SamplingParams) -> Replied | None:
         found: list[Trajectory] = []

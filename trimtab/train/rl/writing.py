@@ -175,10 +175,10 @@ class Writing:
         """Set everything down at once: the engine is free for others until the next `collect`."""
         if (session := self._session) is not None:
             session.abort()
-            while session.busy:
-                self._take(session, session.advance())
+            while session.has_unfinished:
+                self._take(session, session.step())
             self._close(session)
-            self.engine.rest()
+            self.engine.trim_memory()
         return True
 
     def go_on(self) -> None:
@@ -199,7 +199,7 @@ class Writing:
     def waits(self) -> list[Wait]:
         now, session, later = time.monotonic(), self._session, list(self._next)
         asked = {id(sheet): number for number, sheet in list(self._asked.items())}
-        lengths = {} if session is None else session.at_work()
+        lengths = {} if session is None else session.output_lengths()
         waits: list[Wait] = []
         for sheet in list(self._sheets.values()):
             for own in [own for own in sheet.trajectories if own[0].finish is None] or sheet.trajectories:
@@ -220,7 +220,7 @@ class Writing:
     @property
     def busy(self) -> bool:
         """Whether the engine has anything to write."""
-        return bool(self._next) or (self._session is not None and self._session.busy)
+        return bool(self._next) or (self._session is not None and self._session.has_unfinished)
 
     def advance(self, *, begin: bool = True) -> None:
         """Write for a moment. `begin`: also what has not begun."""
@@ -229,15 +229,15 @@ class Writing:
             session = self._opened()
             while begin and self._next:
                 self._begin(session, self._next.popleft())
-            if session.busy:
-                self._take(session, session.advance())
+            if session.has_unfinished:
+                self._take(session, session.step())
         self._seconds += time.monotonic() - began
 
     def withdraw(self) -> None:
         """Groups of which the engine has written nothing since it got them have not begun: it gives them back."""
         if (session := self._session) is None:
             return
-        lengths = session.at_work()
+        lengths = session.output_lengths()
         waiting = [
             number
             for number, sheet in self._asked.items()
@@ -246,13 +246,13 @@ class Writing:
         ]
         if waiting:
             session.abort(waiting)
-            self._take(session, session.advance())
+            self._take(session, session.step())
             self._next.extendleft(reversed([self._asked.pop(number) for number in waiting]))
 
     @property
     def begun(self) -> bool:
         """Whether the engine is in the middle of answers."""
-        return self._session is not None and self._session.busy
+        return self._session is not None and self._session.has_unfinished
 
     def abandon(self) -> None:
         """After the engine has failed: what it has said so far is kept."""
@@ -297,7 +297,7 @@ class Writing:
             found.setdefault((rollout.prompt, rollout.sample), []).append(rollout.stored())
         for (number, _), trajectories in found.items():
             self._taken += self._asked[number].put(trajectories)
-        lengths = session.at_work()
+        lengths = session.output_lengths()
         known = sum(drawn_of(self._asked[number].open) for number in {number for number, _ in lengths})
         self._drawn = self._taken + sum(lengths.values()) - known
         for number in dict.fromkeys(number for number, _ in found):

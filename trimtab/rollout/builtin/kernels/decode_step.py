@@ -16,7 +16,7 @@ from torch import Tensor
 
 @triton.jit
 def _begin(
-    table, embedding, cosines, sines, stream, cos, sin, places, lengths, table_row,
+    table, embedding, cosines, sines, stream, cos, sin, slot_mapping, lengths, table_row,
     FIRST_PAGE: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     ANGLES: tl.constexpr, ANGLES_ROUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -25,7 +25,7 @@ def _begin(
     over = tl.load(own + 2) >= tl.load(own + 4)
     position = tl.where(over, 0, tl.load(own + 1))
     page = tl.where(over, 0, tl.load(own + FIRST_PAGE + position // SIZE))  # page 0, which is never read
-    tl.store(places + row, page * SIZE + position % SIZE)
+    tl.store(slot_mapping + row, page * SIZE + position % SIZE)
     tl.store(lengths + row, position + 1)
     column = tl.arange(0, COLUMNS)
     kept = column < WIDTH
@@ -42,7 +42,7 @@ class DecodeInputs(NamedTuple):
 
     stream_BD: Tensor
     angles: tuple[Tensor, Tensor]
-    places_B: Tensor
+    slot_mapping_B: Tensor
     lengths_B: Tensor
 
 
@@ -54,13 +54,13 @@ def decode_inputs(
     assert table_BC.stride(1) == 1 and embedding_VD.is_contiguous() and all(x.is_contiguous() for x in angles)
     stream = torch.empty(rows, width, dtype=embedding_VD.dtype, device=embedding_VD.device)
     cos, sin = torch.empty(2, rows, turned, dtype=angles[0].dtype, device=stream.device)
-    places, lengths = torch.empty(2, rows, dtype=torch.int64, device=stream.device)
+    slot_mapping, lengths = torch.empty(2, rows, dtype=torch.int64, device=stream.device)
     _begin[rows,](
-        table_BC, embedding_VD, *angles, stream, cos, sin, places, lengths, table_BC.stride(0),
+        table_BC, embedding_VD, *angles, stream, cos, sin, slot_mapping, lengths, table_BC.stride(0),
         FIRST_PAGE=first_page, SIZE=page_size, WIDTH=width, COLUMNS=triton.next_power_of_2(width),
         ANGLES=turned, ANGLES_ROUNDED=triton.next_power_of_2(turned), num_warps=4,
     )  # fmt: skip
-    return DecodeInputs(stream, (cos, sin), places, lengths)
+    return DecodeInputs(stream, (cos, sin), slot_mapping, lengths)
 
 
 @triton.jit

@@ -169,7 +169,7 @@ def _few_rows_gated(
 
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows_heads(
-    x, weight1, weight2, weight3, bias1, bias2, bias3, cos, sin, query_norm, key_norm, out, keys, values, places,
+    x, weight1, weight2, weight3, bias1, bias2, bias3, cos, sin, query_norm, key_norm, out, keys, values, slot_mapping,
     epsilon, rows, inner, x_row, out_row, page_stride, token_stride, head_stride,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr,
     NORMED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
@@ -212,7 +212,7 @@ def _few_rows_heads(
     tl.store(place, low.to(kind), live)
     tl.store(place + HALF, high.to(kind), live)
     if head >= QUERIES:
-        token = tl.load(places + row, row < rows, 0)
+        token = tl.load(slot_mapping + row, row < rows, 0)
         target = (token // PAGE) * page_stride + (token % PAGE) * token_stride + own * head_stride
         target = target[:, None] + column[None, :]
         if head >= QUERIES + HEADS:

@@ -110,7 +110,7 @@ def _head_normed(x1, x2, weight1, weight2, epsilon, WIDTH: tl.constexpr):
 
 @triton.jit
 def _rotate_and_store(
-    query, key, value, cos, sin, query_norm, key_norm, keys, values, places, epsilon,
+    query, key, value, cos, sin, query_norm, key_norm, keys, values, slot_mapping, epsilon,
     query_row, key_row, value_row, page_stride, token_stride, head_stride,
     QUERIES: tl.constexpr, QUERY_ROWS: tl.constexpr, HEADS: tl.constexpr, HEAD_ROWS: tl.constexpr,
     HALF: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
@@ -145,7 +145,7 @@ def _rotate_and_store(
     x1, x2 = _rotated(x1, x2, cos1, sin1, cos2, sin2)
     tl.store(place, x1, kept)
     tl.store(place + HALF, x2, kept)
-    token = tl.load(places + row)
+    token = tl.load(slot_mapping + row)
     target = (token // PAGE) * page_stride + (token % PAGE) * token_stride + head[:, None] * head_stride
     target = target + column[None, :]
     tl.store(keys + target, x1, kept)
