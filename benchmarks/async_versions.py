@@ -32,9 +32,9 @@ import torch
 from trimtab.algos.policy_losses import NOTICEABLE, mismatch_weights
 from trimtab.data.batches import TokenBatch
 from trimtab.embedded.sort_task import CHARACTERS, SPECIAL_TOKENS, make_model, make_tokenizer
-from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
+from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.factory import build_engine, build_vllm_engine
 from trimtab.rollout.sampling import SamplingParams
@@ -78,7 +78,7 @@ def build(kind: str, folder: Path, policy: Policy) -> Engine:
     if kind == "builtin":
         return build_engine(policy, max_num_seqs=GROUPS * ANSWERS)
     policy.model.save_pretrained(folder)
-    weights = Handover(policy, bf16=False)
+    weights = WeightExport(policy, bf16=False)
     return build_vllm_engine(
         str(folder), make_tokenizer(), weights, eager=True, max_num_seqs=GROUPS * ANSWERS, longest=128
     )

@@ -29,7 +29,7 @@ from trimtab.config.checks import settle
 from trimtab.config.jobs import TRAINED
 from trimtab.config.parse import parse
 from trimtab.distributed import device as devices
-from trimtab.models.hugging_face import quiet_transformers
+from trimtab.models.pretrained import quiet_transformers
 from trimtab.plan.hardware import GIB, Hardware
 from trimtab.plan.split.plan import share_of
 from trimtab.plan.workload import supposed

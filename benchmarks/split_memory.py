@@ -57,7 +57,7 @@ def measure(folder: str, words: str, tokens: int, environment: dict, answers) ->
     from trimtab.distributed.device import find_device
     from trimtab.distributed.world import find_world, leave_world
     from trimtab.models.load import load_policy
-    from trimtab.models.sharded import mesh_of
+    from trimtab.models.parallel.sharded_model import mesh_of
 
     torch.set_num_threads(1)
     options = parse(SFTOptions, f"--pretrain {folder} --dataset none --zero_stage 3 {words}".split())

@@ -24,9 +24,9 @@ from trimtab.distributed.buckets import BUCKET
 from trimtab.distributed.device import find_device
 from trimtab.distributed.link import Outgoing, plan_links
 from trimtab.embedded.sort_task import make_prompts, make_tokenizer
-from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
+from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.factory import build_engine, build_vllm_engine
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
@@ -141,7 +141,7 @@ def engines(folder: Path, policy: Policy) -> None:
     del ours, rollouts
     before = used_gib()
     engine, seconds = timed(
-        lambda: build_vllm_engine(str(folder / "model"), None, Handover(policy, bf16=LARGE), **SETTINGS)
+        lambda: build_vllm_engine(str(folder / "model"), None, WeightExport(policy, bf16=LARGE), **SETTINGS)
     )
     print(f"vLLM: started in {seconds:.1f} s; memory {before:.2f} -> {used_gib():.2f} GiB", flush=True)
     theirs, rollouts = speed(engine, ids)
@@ -194,7 +194,7 @@ def shared(folder: Path, policy: Policy) -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, str(folder / "model")))
     process.start()
-    handover, outgoing = Handover(policy, bf16=LARGE), Outgoing(DEVICE.torch)
+    handover, outgoing = WeightExport(policy, bf16=LARGE), Outgoing(DEVICE.torch)
     told = {"backend": "gloo", "tensors": handover.described(), "about": {}, "patience": 300.0}
     plan = plan_links([outgoing.offer()], ours.recv(), **told)
     ours.send(plan)

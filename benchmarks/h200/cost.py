@@ -17,7 +17,7 @@ from shapes import make_model
 from update import gradients_of
 
 from trimtab.data.batches import TokenBatch
-from trimtab.models.compiled import compile_layers
+from trimtab.models.compile import compile_layers
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine

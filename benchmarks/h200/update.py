@@ -14,7 +14,7 @@ from runs import Bench, median, timed
 from shapes import Shape, make_model
 
 from trimtab.data.batches import TokenBatch
-from trimtab.models.compiled import compile_layers, leave_plain
+from trimtab.models.compile import compile_layers, disable_compile
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
         length = 32 if bench.tiny else arguments.length
         lengths = [length] * (tokens // length)
         with bench.attempt(f"{tokens} tokens"):
-            leave_plain(policy)
+            disable_compile(policy)
             measure(bench, policy, shape, lengths, "plain layers")
             if bench.device.type != "cpu":
                 trial = compile_layers(policy, gradients=lambda: gradients_of(policy))

@@ -23,7 +23,7 @@ def words(tmp_path, monkeypatch):
 def calls(monkeypatch):
     """The arguments of every merge asked for."""
     made = []
-    module = types.ModuleType("trimtab.models.merge")
+    module = types.ModuleType("trimtab.models.save")
     module.merge_adapter = lambda *places, **how: made.append((places, how))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return made
@@ -53,6 +53,6 @@ def test_a_mistake_that_merging_finds_is_one_line_and_exit_code_2(words, calls, 
     def fail(*places, **how):
         raise UserError("./adapter was made for another model")
 
-    monkeypatch.setattr(sys.modules["trimtab.models.merge"], "merge_adapter", fail)
+    monkeypatch.setattr(sys.modules["trimtab.models.save"], "merge_adapter", fail)
     assert main(words) == 2
     assert capsys.readouterr().err == "trimtab lora-combine: error: ./adapter was made for another model\n"

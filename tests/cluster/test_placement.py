@@ -9,7 +9,7 @@ from trimtab.config.jobs import PPOOptions
 from trimtab.config.parse import parse
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
-from trimtab.models.sharded import mesh_of
+from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.train.rl.description import layout_of_units, units_of
 from trimtab.train.rl.places import places_of
 

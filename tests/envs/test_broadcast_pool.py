@@ -20,9 +20,9 @@ from trimtab.distributed.world import find_world, leave_world
 from trimtab.envs.environment_engine import EnvironmentEngine
 from trimtab.envs.environment_pool import BroadcastPool
 from trimtab.errors import RunFailed, UserError
+from trimtab.models.parallel.sharded_model import decoder_layers
+from trimtab.models.parallel.tensor_parallel import apply_tensor_parallel
 from trimtab.models.policy import Policy
-from trimtab.models.sharded import decoder_layers
-from trimtab.models.tensor_parallel import cut
 from trimtab.rollout.builtin.engine import BuiltinEngine
 
 
@@ -41,7 +41,7 @@ def faulty():
 def cut_over_two() -> None:
     mesh = Mesh(find_world(find_device()), tensor=2)
     policy = Policy(tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT))
-    cut(policy, mesh.for_cutting())
+    apply_tensor_parallel(policy, mesh.for_cutting())
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
     tokenizer = tokenizer_of(CHATML)
     inner = BuiltinEngine(policy, tokenizer, max_num_seqs=4, page_size=8, tensor=mesh.tensor)

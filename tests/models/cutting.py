@@ -11,12 +11,11 @@ from trimtab.distributed import branches
 from trimtab.distributed.device import find_device
 from trimtab.distributed.sharding import keep_part, whole
 from trimtab.distributed.world import find_world, leave_world
-from trimtab.models import cut_layers, tensor_parallel
-from trimtab.models.cut_layers import Head
-from trimtab.models.lm_head import choice_log_probs, token_divergence, token_log_probs, whole_logits
-from trimtab.models.logits import LogitShape
+from trimtab.models.lm_head import LogitShape, choice_log_probs, token_divergence, token_log_probs, whole_logits
 from trimtab.models.packed import scoring
-from trimtab.models.sharded import mesh_of
+from trimtab.models.parallel import tensor_parallel
+from trimtab.models.parallel.sharded_model import mesh_of
+from trimtab.models.parallel.tensor_parallel import VocabParallelHead
 
 CUT = "--ds_tensor_parallel_size 2"
 PRECISION = 1e-5  # of the largest gradient of a parameter
@@ -82,14 +81,14 @@ def plant_faults(qwen3, one_key, mixtral, llama, llama_of_three_keys):
     local = lambda parameter: parameter.to_local()  # noqa: E731
     whole_dropout = lambda self, x: nn.functional.dropout(x, self.p, self.training)  # noqa: E731
     faults = [
-        (cut_layers, "branch", alike, qwen3, ""),
-        (cut_layers, "_part_to_be_added", local, qwen3, ""),
-        (cut_layers, "_part_to_be_added", local, one_key, ""),
-        (cut_layers.Experts, "enter", lambda self, *arguments: arguments, mixtral, ""),
+        (tensor_parallel, "branch", alike, qwen3, ""),
+        (tensor_parallel, "_part_to_be_added", local, qwen3, ""),
+        (tensor_parallel, "_part_to_be_added", local, one_key, ""),
+        (tensor_parallel.ParallelExperts, "enter", lambda self, *arguments: arguments, mixtral, ""),
         (branches, "add_up", lambda tensor, group: None, llama, ""),
-        (cut_layers.Branching, "leave", lambda self, result: result, llama, "--lora_rank 4"),
-        (cut_layers.DropoutOfPart, "forward", whole_dropout, llama, "--lora_rank 4 --lora_dropout 0.2"),
-        (tensor_parallel, "keys_used", lambda *_: [0], llama_of_three_keys, ""),
+        (tensor_parallel.LoraDown, "leave", lambda self, result: result, llama, "--lora_rank 4"),
+        (tensor_parallel.ShardedDropout, "forward", whole_dropout, llama, "--lora_rank 4 --lora_dropout 0.2"),
+        (tensor_parallel, "key_value_heads_used", lambda *_: [0], llama_of_three_keys, ""),
     ]
     for place, name, fault, model, words in faults:
         right = getattr(place, name)
@@ -146,7 +145,7 @@ def _cut(head, mesh):
     head = copy.deepcopy(head)
     for name, parameter in list(head.named_parameters()):
         setattr(head, name, nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)))
-    Head(head, mesh.get_group())
+    VocabParallelHead(head, mesh.get_group())
     return head
 
 

@@ -17,14 +17,13 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import shard, whole
 from trimtab.distributed.world import find_world, leave_world
+from trimtab.models.activation_memory import enable_gradient_checkpointing
 from trimtab.models.attention import NAME, register
-from trimtab.models.context_attention import Context
-from trimtab.models.critic import Critic
 from trimtab.models.packed import PackedModel
+from trimtab.models.parallel.context_parallel import ContextParallel
+from trimtab.models.parallel.sharded_model import decoder_layers, mesh_of
 from trimtab.models.policy import Policy, Teacher
-from trimtab.models.recomputing import recompute
-from trimtab.models.reward import RewardModel
-from trimtab.models.sharded import decoder_layers, mesh_of
+from trimtab.models.reward import Critic, RewardModel
 
 PACKED = ((14, 0), (9, 0), (1, 0), (22, 0), (15, 0))  # (tokens, borrowed ones among them) of every sequence
 BORROWED = ((19, 0), (24, 11), (16, 11), (12, 0), (13, 3), (3, 3))
@@ -126,8 +125,8 @@ def compare(names):
         batch, alone = batch_of(case.sequences), root_of(case)
         shared = copy.deepcopy(alone)
         expected, expected_gradients = outcome(alone, batch, case)
-        shared.context = Context(mesh.context, case.stride)
-        recompute(shared, BackwardOptions(**case.backward))
+        shared.context = ContextParallel(mesh.context, case.stride)
+        enable_gradient_checkpointing(shared, BackwardOptions(**case.backward))
         if case.sharded:
             shard(shared, decoder_layers(shared), mesh, zero_stage=3)
         found, gradients = outcome(shared, batch, case)

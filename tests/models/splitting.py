@@ -19,11 +19,13 @@ from trimtab.distributed.random_state import seed_everything
 from trimtab.distributed.sharding import local
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.errors import UserError
-from trimtab.models import load, load_reward, sharded_save
-from trimtab.models.borrowed import BorrowingPolicy
+from trimtab.models import load
+from trimtab.models import load as load_reward
 from trimtab.models.packed import scoring
+from trimtab.models.parallel import sharded_save
+from trimtab.models.parallel.sharded_model import mesh_of
+from trimtab.models.proposal_policies import SharedBasePolicy
 from trimtab.models.save import save_model
-from trimtab.models.sharded import mesh_of
 
 JOBS = {"sft": SFTOptions, "rm": RMOptions}
 
@@ -127,7 +129,7 @@ def borrow(model, parameters):
     owner = load_split("sft", options, mesh).model
     with scoring(owner):
         expected = values(owner, some_batch())
-    borrowing = BorrowingPolicy(owner, RLOptions(lora_rank=4), find_device(), split=True)
+    borrowing = SharedBasePolicy(owner, RLOptions(lora_rank=4), find_device(), split=True)
     with torch.no_grad(), borrowing.at_work():
         assert torch.equal(values(borrowing.eval(), some_batch()), expected)
     inner = borrowing.inner
@@ -186,7 +188,7 @@ def save_on_a_full_disk(model, folder, full_rank):
     loaded = load_split("sft", options, mesh)
     sharded_save.FILE_BYTES = 10_000
     if mesh.all.rank == full_rank:
-        sharded_save.SafetensorsStream.write = no_room
+        sharded_save.SafetensorsWriter.write = no_room
     try:
         save_model(loaded.model, load_tokenizer(model), folder, mesh=mesh)
     except OSError as error:

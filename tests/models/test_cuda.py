@@ -9,11 +9,10 @@ from trimtab.config.jobs import SFTOptions
 from trimtab.data.batches import Span
 from trimtab.distributed.peers import Peers
 from trimtab.models import attention
-from trimtab.models.context_attention import Context, Manner, SharedRow
-from trimtab.models.load import cast_parameters
-from trimtab.models.offloading import MainMemory
+from trimtab.models.activation_memory import ActivationOffload, enable_gradient_checkpointing
+from trimtab.models.packed import cast_parameters
+from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, LayerAttention
 from trimtab.models.policy import Policy
-from trimtab.models.recomputing import recompute
 from trimtab.models.selfcheck import choose_path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -52,8 +51,8 @@ def test_shares_of_a_row_attend_as_the_whole(window, processes):
     expected = attention.attend_packed(whole, *(x.transpose(0, 1)[None] for x in inputs), arguments)[0]
     ours = torch.zeros_like(expected)
     for process in range(processes):
-        row = SharedRow(spans, Context(Peers(process, processes), 1), torch.device("cuda"))
-        out = row.attend_gathered(query[row.rows], key, value, Manner(0.2, window, None))
+        row = ContextRow(spans, ContextParallel(Peers(process, processes), 1), torch.device("cuda"))
+        out = row.attend_gathered(query[row.rows], key, value, LayerAttention(0.2, window, None))
         ours = ours.index_copy(0, row.rows[: row.tokens], out[: row.tokens])
     torch.testing.assert_close(ours, expected, atol=2e-2, rtol=2e-2)
     upstream = torch.randn_like(expected)
@@ -93,8 +92,8 @@ def test_activations_in_main_memory_change_no_gradient_and_free_the_device(repea
     for away in (False, True):
         policy = Policy(tiny_model("llama", num_hidden_layers=12).cuda())
         choose_path(policy)
-        recompute(policy, SFTOptions(gradient_checkpointing=True))
-        policy.activations = MainMemory(policy, small=2**16) if away else None
+        enable_gradient_checkpointing(policy, SFTOptions(gradient_checkpointing=True))
+        policy.activations = ActivationOffload(policy, small=2**16) if away else None
         policy.train()
         before = torch.cuda.memory_allocated()
         loss = policy(batch).log_probs_N.sum()
@@ -116,7 +115,7 @@ def test_what_layers_keep_changes_no_gradient(keep, repeatable):
         cast_parameters(model, torch.bfloat16)
         policy = Policy(model.cuda())
         choose_path(policy)
-        recompute(policy, options)
+        enable_gradient_checkpointing(policy, options)
         policy.train()(batch).log_probs_N.sum().backward()
         found.append([parameter.grad for parameter in policy.parameters()])
     for mine, theirs in zip(*found):

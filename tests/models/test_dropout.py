@@ -5,8 +5,8 @@ import torch
 
 from tests.tiny import VOCABULARY, tiny_model
 from trimtab.config.groups import LoraOptions
-from trimtab.models.dropout import has_dropout, switch_off_dropout
 from trimtab.models.lora import add_adapters
+from trimtab.models.packed import has_dropout, switch_off_dropout
 
 DROPOUTS = {
     "llama": {"attention_dropout": 0.3},

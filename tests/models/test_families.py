@@ -9,8 +9,8 @@ from tests.tiny import tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parse import parse
 from trimtab.errors import UserError
-from trimtab.models.families import FAMILIES, keys_used
-from trimtab.models.splits import check_splits
+from trimtab.models.parallel.sharded_model import check_parallel_options
+from trimtab.models.parallel.tensor_parallel import FAMILIES, key_value_heads_used
 from trimtab.train.launch import build_run, rehearse
 
 
@@ -34,15 +34,15 @@ def write(folder, family, **changes):
 )
 def test_a_model_that_cannot_be_cut(tmp_path, family, changes, parts, expected):
     model = write(tmp_path, family, **changes)
-    check_splits(model, SFTOptions(), "--pretrain")
+    check_parallel_options(model, SFTOptions(), "--pretrain")
     with pytest.raises(UserError, match=rf"^--ds_tensor_parallel_size {parts}: --ref_pretrain {model}: {expected}"):
-        check_splits(model, SFTOptions(ds_tensor_parallel_size=parts), "--ref_pretrain")
+        check_parallel_options(model, SFTOptions(ds_tensor_parallel_size=parts), "--ref_pretrain")
 
 
 def test_adapters_on_what_is_cut_by_vocabulary(tmp_path):
     options = SFTOptions(ds_tensor_parallel_size=2, lora_rank=4, target_modules=("q_proj", "lm_head"))
     with pytest.raises(UserError, match=r"--target_modules lm_head: a layer cut by vocabulary takes no adapter$"):
-        check_splits(write(tmp_path, "llama"), options, "--pretrain")
+        check_parallel_options(write(tmp_path, "llama"), options, "--pretrain")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_families_are_those_of_hugging_face():
 def test_heads_of_queries_find_their_keys(heads, keys, parts, expected):
     """In attention, queries h of H read keys h * K // H of the K heads that are here."""
     for part in range(parts):
-        used, own = keys_used(heads, keys, parts, part), heads // parts
+        used, own = key_value_heads_used(heads, keys, parts, part), heads // parts
         assert used == expected[part]
         assert own % len(used) == 0
         read = [used[h * len(used) // own] for h in range(own)]

@@ -11,9 +11,9 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.sharding import local, split_again, whole
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.models.offloading import MainMemory
+from trimtab.models.activation_memory import ActivationOffload
 from trimtab.models.packed import scoring
-from trimtab.models.sharded import mesh_of
+from trimtab.models.parallel.sharded_model import mesh_of
 
 SETTINGS = [
     ("llama", "--zpg 2 --overlap_comm"),
@@ -62,7 +62,7 @@ def learn_in_four(folder):
         model = load_split("sft", options, mesh).model
         torch.distributed.new_group = make_group
         if options.offload_activations:  # which on a CPU has no effect
-            model.activations = MainMemory(model, small=0)
+            model.activations = ActivationOffload(model, small=0)
         row = batches()[mesh.data.rank]
         projection = model.inner.model.layers[0].self_attn.o_proj
         weight = projection.base_layer if options.lora_rank else projection

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.models.lm_head import token_log_probs
-from trimtab.models.logits import LogitShape
+from trimtab.models.lm_head import LogitShape, token_log_probs
 
 
 def full_logits(hidden, head, targets, shape, temperature):

@@ -15,9 +15,8 @@ from tests.train.job_run import make_run, preference_rows, write_model, write_ro
 from trimtab.config.jobs import RMOptions, SFTOptions
 from trimtab.embedded.sort_task import make_rows
 from trimtab.errors import UserError
-from trimtab.models.merge import merge_adapter
 from trimtab.models.reward import AutoClassifier
-from trimtab.models.save import save_model
+from trimtab.models.save import merge_adapter, save_model
 from trimtab.train.rm import RMTask
 from trimtab.train.sft import SFTTask
 

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from tests.tiny import FAMILIES, tiny_model
-from trimtab.models import miniature
+from trimtab.models import selfcheck as miniature
 from trimtab.models.policy import Policy
 from trimtab.models.reward import RewardModel
 from trimtab.models.selfcheck import choose_path

@@ -29,11 +29,11 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_prompts, make_tokenizer
 from trimtab.errors import UserError
-from trimtab.models.load_reward import load_frozen_reward_model, load_reward_model
+from trimtab.models.load import load_frozen_reward_model, load_reward_model
 from trimtab.models.packed import scoring
 from trimtab.models.reward import AutoClassifier, RewardModel, rename_head, separate_padding
 from trimtab.models.save import save_model
-from trimtab.models.selfcheck import choose_path, probing_batch
+from trimtab.models.selfcheck import choose_path, probe_batch
 from trimtab.train.metrics import read_rows
 from trimtab.train.rm import RMTask
 
@@ -135,7 +135,7 @@ def test_a_tokenizer_with_nothing_to_pad_with_is_refused_in_one_line():
 def test_a_padding_token_in_the_self_checks_samples_does_not_mislead_it(tmp_path):
     write_model(tmp_path / "model", pad_token_id=None)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
-    ends = {int(probing_batch(model.config, torch.device("cpu"), (9, 6)).sequence(i)[-1]) for i in (0, 1)}
+    ends = {int(probe_batch(model.config, torch.device("cpu"), (9, 6)).sequence(i)[-1]) for i in (0, 1)}
     for padding in ends:
         model.config.pad_token_id = padding
         assert choose_path(RewardModel(model)).path == "packed"
@@ -154,7 +154,7 @@ def test_a_classifier_we_cannot_take_apart_scores_at_the_last_token_too(tmp_path
         return out
 
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", doubled)
-    monkeypatch.setattr("trimtab.models.load_reward.initialise_head", lambda model: None)  # a wide head
+    monkeypatch.setattr("trimtab.models.load.initialise_head", lambda model: None)  # a wide head
     loaded, _ = load(tmp_path / "model")
     assert loaded.verdict.path == "logits"
     batch = pairs_sharing_their_prompt()

@@ -24,8 +24,8 @@ from tests.models.splitting import (
 from tests.rewards.encoder import write_encoder
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.models.parallel.sharded_save import SafetensorsWriter
 from trimtab.models.reward import AutoClassifier, rename_head
-from trimtab.models.safetensors_stream import SafetensorsStream
 
 KINDS = {
     "llama": ("sft", "llama", ""),
@@ -175,7 +175,7 @@ def test_processes_that_do_not_see_the_folder_leave_the_files_to_those_that_do(f
 def test_a_file_whose_header_cannot_be_written_is_not_left_open():
     tensors = {f"a long name {number}": torch.empty(1) for number in range(1000)}
     with pytest.raises(OSError, match="No space left") as kept:  # as whoever reports it keeps it, frames and all
-        SafetensorsStream(Path("/dev/full"), tensors)
+        SafetensorsWriter(Path("/dev/full"), tensors)
     assert kept.tb
     assert not [link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link) == "/dev/full"]
 

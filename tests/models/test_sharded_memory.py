@@ -17,12 +17,12 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.sharding import local
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.models import sharded_save
 from trimtab.models.load import load_frozen_policy
 from trimtab.models.packed import scoring
-from trimtab.models.safetensors_stream import SafetensorsStream
+from trimtab.models.parallel import sharded_save
+from trimtab.models.parallel.sharded_model import mesh_of
+from trimtab.models.parallel.sharded_save import SafetensorsWriter
 from trimtab.models.save import save_model
-from trimtab.models.sharded import mesh_of
 
 MIB = 2**20
 SLACK = 200e6
@@ -44,7 +44,7 @@ def large(tmp_path_factory):
     for number in range(FILES):
         file = f"model-{number + 1:05d}-of-{FILES:05d}.safetensors"
         mine = dict(list(tensors.items())[number::FILES])
-        stream = SafetensorsStream(folder / file, mine)
+        stream = SafetensorsWriter(folder / file, mine)
         for name, tensor in mine.items():
             drawn = torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5
             stream.write(name, (drawn if tensor.ndim > 1 else 1 + drawn).bfloat16())

@@ -10,8 +10,8 @@ from trimtab.config.jobs import SFTOptions
 from trimtab.distributed.sharding import local
 from trimtab.errors import UserError
 from trimtab.models.lora import add_adapters
+from trimtab.models.parallel.tensor_parallel import apply_tensor_parallel
 from trimtab.models.policy import Policy
-from trimtab.models.tensor_parallel import cut
 from trimtab.plan.fake_model import Pretended, narrow
 from trimtab.plan.workload import Rows
 
@@ -33,7 +33,7 @@ def skeleton(family: str, rank: int = 0) -> Policy:
 def test_shapes_are_those_of_one_process(family, rank, two):
     narrowed, really = skeleton(family, rank), skeleton(family, rank)
     narrow(narrowed, 2)
-    cut(really, two)
+    apply_tensor_parallel(really, two)
     assert {name: p.shape for name, p in narrowed.named_parameters()} == {
         name: local(p).shape for name, p in really.named_parameters()
     }

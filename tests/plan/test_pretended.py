@@ -7,9 +7,9 @@ import torch
 from tests.tiny import tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.models.load import cast_parameters
+from trimtab.models.activation_memory import enable_gradient_checkpointing
+from trimtab.models.packed import cast_parameters
 from trimtab.models.policy import Policy
-from trimtab.models.recomputing import recompute
 from trimtab.models.selfcheck import choose_path
 from trimtab.plan.fake_model import LiveBytes, Pretended
 from trimtab.plan.workload import Rows
@@ -70,7 +70,7 @@ def test_a_pretended_pass_takes_what_the_real_one_takes(checkpointing):
     said = Pretended(skeleton("llama"), options, accelerator=False).training_pass(rows, 512)
     model = real("llama")
     if checkpointing:
-        recompute(model, options)
+        enable_gradient_checkpointing(model, options)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     gradients = [p.grad for p in model.parameters()]

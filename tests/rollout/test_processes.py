@@ -16,7 +16,7 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import shard
 from trimtab.distributed.world import find_world, leave_world
-from trimtab.models.sharded import decoder_layers
+from trimtab.models.parallel.sharded_model import decoder_layers
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
 

@@ -10,8 +10,8 @@ from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
 from trimtab.errors import UserError
-from trimtab.models.borrowed import BorrowingPolicy
 from trimtab.models.lora import adapters_off, add_adapters
+from trimtab.models.proposal_policies import SharedBasePolicy
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.engine import Session
 from trimtab.rollout.sampling import SamplingParams
@@ -151,7 +151,7 @@ def test_adapters_on_and_off_do_not_share_what_they_read():
 def test_a_borrowing_policy_reads_anew_after_its_owners_step():
     owner = policy_of()
     options = RLOptions(lora_rank=4, target_modules=["all-linear"])
-    policy = BorrowingPolicy(owner, options, find_device(), split=False)
+    policy = SharedBasePolicy(owner, options, find_device(), split=False)
     engine = BuiltinEngine(policy, prefix_caching=True)
     engine.generate([FIRST], GREEDY)
     step(owner)

@@ -14,10 +14,10 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import shard
 from trimtab.distributed.world import find_world, leave_world
-from trimtab.models.handover import Handover
+from trimtab.models.parallel.sharded_model import decoder_layers, mesh_of
+from trimtab.models.parallel.tensor_parallel import apply_tensor_parallel
 from trimtab.models.policy import Policy
-from trimtab.models.sharded import decoder_layers, mesh_of
-from trimtab.models.tensor_parallel import cut
+from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.builtin import engine as engines
 from trimtab.rollout.builtin import kv_cache as memory
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -42,7 +42,7 @@ def cut_over_two(family: str, int8: bool, **changes) -> None:
     world = find_world(find_device())
     mesh = Mesh(world, tensor=2)
     policy = Policy(tiny_model(family, **changes))
-    cut(policy, mesh.for_cutting())
+    apply_tensor_parallel(policy, mesh.for_cutting())
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
     expected = answers(Policy(tiny_model(family, **changes)), weight_only_int8=int8)
     # The second process has room for two sequences at once, and gives its memory back after every call.
@@ -71,7 +71,7 @@ def write_on(family: str) -> None:
     world = find_world(find_device())
     mesh = Mesh(world, tensor=2)
     policy = Policy(tiny_model(family))
-    cut(policy, mesh.for_cutting())
+    apply_tensor_parallel(policy, mesh.for_cutting())
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
     given, sampling = {"given": PROMPTS[:2], "seeds": SEEDS[:2]}, replace(DRAWN, max_new_tokens=12)
     expected = BuiltinEngine(Policy(tiny_model(family))).generate(PROMPTS[:2], sampling, seeds=SEEDS[:2])
@@ -100,7 +100,7 @@ def hand_over(cases) -> None:
             for name, parameter in sorted(model.named_parameters()):
                 if "lora_B" in name:
                     fill(parameter)
-        found, expected = (dict(Handover(p, bf16=False, adapters=adapters).tensors()) for p in (split, alone))
+        found, expected = (dict(WeightExport(p, bf16=False, adapters=adapters).tensors()) for p in (split, alone))
         assert list(found) == list(expected)
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6)

@@ -9,8 +9,8 @@ from tests.samples import batch_of
 from tests.tiny import tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.models import attention as packed
+from trimtab.models.activation_memory import enable_gradient_checkpointing
 from trimtab.models.policy import Policy
-from trimtab.models.recomputing import recompute
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin import attention as cached
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -91,7 +91,7 @@ def test_training_passes_of_two_models_do_not_meet(reentrant, monkeypatch):
 
         def work():
             if reentrant is not None:
-                recompute(
+                enable_gradient_checkpointing(
                     policy, SFTOptions(gradient_checkpointing=True, gradient_checkpointing_use_reentrant=reentrant)
                 )
                 policy.train()

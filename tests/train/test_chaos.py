@@ -23,7 +23,7 @@ from tests.train.jobs import JOBS, job_words, write_job
 from tests.train.rl import rl_run
 from tests.train.tail import tail_run
 from trimtab.files import is_unfinished
-from trimtab.models.hugging_face import check_model_folder
+from trimtab.models.pretrained import check_model_folder
 from trimtab.train.metrics import CLOCK_FIELDS, read_rows
 
 pytestmark = pytest.mark.long

@@ -12,9 +12,9 @@ from tests.train.sft_run import write_task
 from trimtab.cli.main import main
 from trimtab.config.jobs import SFTOptions
 from trimtab.distributed.device import Device
-from trimtab.models import compiled
+from trimtab.models import compile as compiled
+from trimtab.models.activation_memory import layers_of
 from trimtab.models.policy import Policy
-from trimtab.models.recomputing import layers_of
 from trimtab.train import compiling
 from trimtab.train.metrics import CLOCK_FIELDS, read_rows
 from trimtab.train.supervised import SupervisedRun
@@ -113,12 +113,12 @@ def test_layers_that_fail_in_a_run_are_given_up_before_the_next_step(folder, tmp
 
 def test_compiled_anew_too_often_is_a_reason_too(monkeypatch):
     policy = Policy(tiny_model())
-    assert compiled.later_problem(policy) == ""
+    assert compiled.compile_problem(policy) == ""
     policy.attention.compiled = True
     monkeypatch.setattr(compiled, "graphs_so_far", lambda: compiled.Either.tried + compiled.LATE)
-    assert compiled.later_problem(policy) == ""
+    assert compiled.compile_problem(policy) == ""
     monkeypatch.setattr(compiled, "graphs_so_far", lambda: compiled.Either.tried + compiled.LATE + 1)
-    assert compiled.later_problem(policy) == "they were compiled anew 17 times"
+    assert compiled.compile_problem(policy) == "they were compiled anew 17 times"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.train.every_loop import LOOPS, signal_in_step, words
 from trimtab.cli.main import main
 from trimtab.errors import UserError
 from trimtab.files import is_unfinished, locked, mark_unfinished
-from trimtab.models.hugging_face import check_model_folder
+from trimtab.models.pretrained import check_model_folder
 from trimtab.report.read import read_run
 from trimtab.train.metrics import read_rows
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model
-from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
+from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.trajectory import Trajectory
 
 SIZES = {"hidden_size": 128, "spread": 0.1}  # heads as wide as vLLM's kernels for CPUs want them
@@ -31,7 +31,7 @@ def write_model(folder: Path, **changes) -> Policy:
 def engine_of(folder: Path, policy: Policy | None, *, adapters: bool = False, tokenizer=None, **settings):
     from trimtab.rollout.factory import build_vllm_engine
 
-    weights = None if policy is None else Handover(policy, bf16=False, adapters=adapters)
+    weights = None if policy is None else WeightExport(policy, bf16=False, adapters=adapters)
     return build_vllm_engine(
         str(folder), tokenizer, weights, **{"eager": True, "max_num_seqs": 16, "longest": 128} | settings
     )

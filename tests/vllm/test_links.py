@@ -10,7 +10,7 @@ from tests.vllm.conftest import engine_of, gap, move, write_model
 from trimtab.distributed import link
 from trimtab.distributed.buckets import parts
 from trimtab.distributed.link import Outgoing, plan_links
-from trimtab.models.handover import Handover
+from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.sampling import SamplingParams
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -38,7 +38,7 @@ class Apart:
         for process in self.processes:
             process.start()
         self.outgoing = Outgoing(policy.device)
-        self.handover = Handover(policy, bf16=False, adapters=bool(settings.get("adapter_rank")))
+        self.handover = WeightExport(policy, bf16=False, adapters=bool(settings.get("adapter_rank")))
         about = {"adapter_config": self.handover.adapter_config()} if self.handover.adapters else {}
         self.seats = [self._answer(i) for i in range(engines)]
         plan = plan_links(
@@ -82,7 +82,7 @@ def send_moved(pipe, folder, *, dies: bool):
     link.parts = SMALL_BUCKETS
     policy = Policy(AutoModelForCausalLM.from_pretrained(folder))
     move(policy)
-    handover, outgoing = Handover(policy, bf16=False), Outgoing(policy.device)
+    handover, outgoing = WeightExport(policy, bf16=False), Outgoing(policy.device)
     told = {"backend": "gloo", "tensors": handover.described(), "about": {}, "patience": 600.0}
     plan = plan_links([outgoing.offer()], pipe.recv(), **told)
     pipe.send(plan)

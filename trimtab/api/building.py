@@ -22,9 +22,9 @@ from trimtab.distributed.device import Device, count_accelerators, find_device
 from trimtab.distributed.random_state import drawing_aside
 from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import quiet_transformers
 from trimtab.models.load import Loaded, given_policy, load_policy
 from trimtab.models.policy import Policy
+from trimtab.models.pretrained import quiet_transformers
 from trimtab.running.speaking import say
 from trimtab.train.optimiser import Optimiser
 

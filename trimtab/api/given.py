@@ -132,7 +132,7 @@ def is_model(value: Any) -> bool:
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    from trimtab.models.hugging_face import quiet_transformers
+    from trimtab.models.pretrained import quiet_transformers
 
     quiet_transformers()
     model.save_pretrained(folder)
@@ -145,7 +145,7 @@ def _tokenizer_of(model: Any, name: str) -> Any:
         raise UserError(f"--{name}: a loaded model needs its tokenizer: give tokenizer=")
     from transformers import AutoTokenizer
 
-    from trimtab.models.hugging_face import from_pretrained
+    from trimtab.models.pretrained import from_pretrained
 
     return from_pretrained(AutoTokenizer, place, flag=f"--{name}")
 

@@ -8,7 +8,7 @@ from trimtab.config.groups import PretrainOptions
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
 from trimtab.models.folder import ADAPTER
-from trimtab.models.hugging_face import from_pretrained
+from trimtab.models.pretrained import from_pretrained
 from trimtab.models.reward import AutoClassifier
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def combine(options: LoraCombineOptions) -> None:
-    from trimtab.models.merge import merge_adapter
+    from trimtab.models.save import merge_adapter
 
     merge_adapter(options.model_path, options.lora_path, options.output_path, is_rm=options.is_rm, bf16=options.bf16)
     print(f"{'model':9}{Path(options.output_path)}/")

@@ -84,7 +84,7 @@ def _with_shapes(options: Planned, folder: Path) -> Planned:
 
 def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustered: bool) -> None:
     from trimtab.distributed.device import find_device
-    from trimtab.models.hugging_face import quiet_transformers
+    from trimtab.models.pretrained import quiet_transformers
     from trimtab.plan.hardware import named
 
     quiet_transformers()

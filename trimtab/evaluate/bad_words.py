@@ -16,8 +16,7 @@ from torch import Tensor
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import widest
 from trimtab.errors import UserError
-from trimtab.models.lm_head import chunk_tokens
-from trimtab.models.logits import shaped_logits
+from trimtab.models.lm_head import chunk_tokens, shaped_logits
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 

@@ -27,7 +27,7 @@ from trimtab.distributed.device import find_device
 from trimtab.errors import UserError
 from trimtab.evaluate.answers import continue_tokens
 from trimtab.files import write_text
-from trimtab.models.hugging_face import from_pretrained, quiet_transformers
+from trimtab.models.pretrained import from_pretrained, quiet_transformers
 
 SAMPLES = "samples.json"
 MOST_NEW_TOKENS = 256

@@ -26,9 +26,9 @@ from trimtab.errors import UserError
 from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.work import work_through, write_rows
 from trimtab.interrupts import StopRequest
-from trimtab.models.hugging_face import check_model_folder, quiet_transformers
-from trimtab.models.load import hollow_policy, load_frozen_policy
+from trimtab.models.load import fake_policy_with_fingerprint, load_frozen_policy
 from trimtab.models.policy import Policy
+from trimtab.models.pretrained import check_model_folder, quiet_transformers
 from trimtab.rewards.build import build_reward, check_columns, check_reward, reward_fingerprints
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardRequest, WeightedReward
@@ -203,7 +203,7 @@ class Generation:
                 seed=options.seed,
                 trust_remote_code=options.trust_remote_code,
             )
-            policy, weights = hollow_policy(options.pretrain)
+            policy, weights = fake_policy_with_fingerprint(options.pretrain)
             return policy, f"{weights} by vLLM", engine
         loaded = load_frozen_policy(options.pretrain, options, device, flag="--pretrain")
         return loaded.model, loaded.weights, build_engine(loaded.model, tokenizer, max_num_seqs=options.max_num_seqs)

@@ -29,7 +29,7 @@ from trimtab.evaluate.generation import load_job_tokenizer, trainable
 from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.work import work_through, write_rows
 from trimtab.interrupts import StopRequest
-from trimtab.models.fingerprint import weights_fingerprint
+from trimtab.models.pretrained import weights_fingerprint
 from trimtab.models.reward import HEAD
 from trimtab.rewards.models import ModelReward
 

@@ -1,23 +1,7 @@
-"""Attention over packed rows: many sequences in one row, none of which sees another but for a prompt it borrows.
-
-Registered with Hugging Face's attention interface under the name `trimtab_packed`, so every model that uses the
-interface runs it unchanged. The sequences' spans say which tokens a row's mask would keep apart. What else a model
-says by the masks of its layers is how far each looks back: under our name transformers' mask functions return no mask
-but that number (`window_mask`), so that every layer has the window that its family gives it, however it does so.
-
-Two kernels give the same numbers:
-- `varlen_attn` (torch's own variable-length flash attention): where a device has it, in half precision, no soft cap;
-- dense blocks: sequences of similar length are gathered into a right-padded block and go through SDPA with the causal
-  flag. A padded position lies after every real one, so causality alone keeps it out; no mask is built.
-
-The current row is carried by the model's own modules rather than by an argument, because not every architecture hands
-keyword arguments down to its attention, and rather than by the thread, because gradient checkpointing calls attention
-again in the backward pass, which has threads of its own. So models in other threads do not meet; of one model, the row
-stays until its next forward pass.
-"""
+"""Attention of sequences of any length, one after another, by torch's own variable-length flash attention."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,11 +11,132 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.data.batches import Span, sent
-from trimtab.models.dense_blocks import DenseBlocks
-from trimtab.models.varlen import attend_varlen, varlen_applies
+from trimtab.distributed.device import kind_of
 
 if TYPE_CHECKING:
-    from trimtab.models.comparing import Comparison
+    from trimtab.models.compile import Comparison
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Sequences(Protocol):
+    query_starts: Tensor  # [sequences + 1] int32, and
+    key_starts: Tensor
+    key_rows: Tensor | None  # which keys each sees, of those given; None: as they lie
+    longest: int  # keys
+
+
+def varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
+    return (
+        # A tensor without contents stands for one on an accelerator (plan), where memory is linear in any dtype.
+        (query.is_meta or (kind_of(query.device).varlen and query.dtype in HALF))
+        and softcap is None
+        and dropout == 0.0
+        and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+    )
+
+
+def attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float, window: int | None
+) -> Tensor:
+    """[tokens, heads, D] of all sequences one after another, each seeing its keys up to itself."""
+    if sequences.key_rows is not None:
+        key, value = (x.index_select(0, sequences.key_rows) for x in (key, value))
+    # With fewer queries than keys the last ones are aligned: own tokens see the borrowed ones before them. The operator
+    # itself and not torch's function around it, which in some versions wants keys repeated for every query head.
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, sequences.query_starts, sequences.key_starts, sequences.longest, sequences.longest),
+        dropout_p=0.0,
+        is_causal=True,
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=window - 1 if window else -1,
+        window_size_right=0,
+    )
+    return out
+
+
+# ---- Sequences of a packed row as right-padded blocks, for attention that knows nothing of rows.
+
+
+@dataclass
+class Block:
+    """Sequences of similar length as one right-padded block of SDPA."""
+
+    size: int
+    length: int
+    slots: Tensor | None  # [size * length] row index of every slot; None: one whole sequence, a plain slice
+    real: Tensor | None  # slots that hold a token, and
+    rows: Tensor | slice  # their row index
+    owned: Tensor | None  # slots whose result is kept: a borrowed token's is kept where it is owned
+    repeats: bool  # a row stands in several slots, so its gradients add up
+
+
+@dataclass
+class DenseBlocks:
+    blocks: list[Block]
+    order: Tensor | None  # from the blocks' owned results to row order; None: they are in order
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device) -> "DenseBlocks":
+        groups = _similar_lengths([s.whole_length for s in spans])
+        blocks = [_block([spans[i] for i in members]) for members in groups]
+        if len(blocks) == 1 and blocks[0].slots is None:
+            return cls(blocks, None)
+        owned_rows = np.concatenate(
+            [np.arange(spans[i].start, spans[i].start + spans[i].length) for members in groups for i in members]
+        )
+        return cls([_moved(block, device) for block in blocks], torch.from_numpy(np.argsort(owned_rows)).to(device))
+
+
+def _similar_lengths(lengths: list[int], fill: float = 0.8) -> list[list[int]]:
+    """Longest first; a group takes lengths of at least `fill` of its longest, so little of a block is padding."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups and lengths[i] >= fill * lengths[groups[-1][0]]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _block(spans: list[Span]) -> Block:
+    size, length = len(spans), max(s.whole_length for s in spans)
+    if size == 1 and not spans[0].prefix_length:
+        return Block(1, length, None, None, slice(spans[0].start, spans[0].start + length), None, False)
+    slots = np.zeros((size, length), dtype=np.int64)
+    real = np.zeros((size, length), dtype=bool)
+    owned = np.zeros((size, length), dtype=bool)
+    for row, span in enumerate(spans):
+        slots[row, : span.whole_length] = span.rows()
+        real[row, : span.whole_length] = True
+        owned[row, span.prefix_length : span.whole_length] = True
+    index = {"slots": slots.ravel(), "real": np.flatnonzero(real), "owned": np.flatnonzero(owned), "rows": slots[real]}
+    tensors = {name: torch.from_numpy(value) for name, value in index.items()}
+    return Block(size, length, repeats=any(s.prefix_length for s in spans), **tensors)
+
+
+def _moved(block: Block, device: torch.device) -> Block:
+    moved = {k: v.to(device, non_blocking=True) for k, v in vars(block).items() if isinstance(v, Tensor)}
+    return replace(block, **moved)
+
+
+# ---- Attention over packed rows: many sequences in one row, none of which sees another but for a prompt it borrows.
+# Registered with Hugging Face's attention interface under the name `trimtab_packed`, so every model that uses
+# the interface runs it unchanged. The sequences' spans say which tokens a row's mask would keep apart. What else
+# a model says by the masks of its layers is how far each looks back: under our name transformers' mask functions
+# return no mask but that number (`window_mask`), so that every layer has the window that its family gives it,
+# however it does so. Two kernels give the same numbers: - `varlen_attn` (torch's own variable-length flash
+# attention): where a device has it, in half precision, no soft cap; - dense blocks: sequences of similar length
+# are gathered into a right-padded block and go through SDPA with the causal flag. A padded position lies after
+# every real one, so causality alone keeps it out; no mask is built. The current row is carried by the model's
+# own modules rather than by an argument, because not every architecture hands keyword arguments down to its
+# attention, and rather than by the thread, because gradient checkpointing calls attention again in the backward
+# pass, which has threads of its own. So models in other threads do not meet; of one model, the row stays until
+# its next forward pass.
+
 
 NAME = "trimtab_packed"
 
@@ -141,7 +246,7 @@ class PackedPass:
     row: Row | None = None
     calls: int = 0
     callers: list[nn.Module] | None = None  # what called attention, while the self-check asks for it
-    compiled: bool = False  # its layers run as they were compiled (models/compiled.py)
+    compiled: bool = False  # its layers run as they were compiled (models/compile.py)
     failure: str = ""  # why one of them could not
     comparison: "Comparison | None" = None  # while they are tried: beside plain ones
 

@@ -1,31 +1,135 @@
-"""Log-probabilities (and entropies) of target tokens from hidden states, without holding [tokens, vocabulary].
+"""A chunk of logits: what a model does to them, what log-probs need of them, and their gradient. All of it in fp32.
 
-    log p(y | h) = z_y - logsumexp(z),      z = cap(scale * (W h + b)) / temperature,   cap(z) = c tanh(z / c)
+    z = cap(scale * raw) / temperature,   cap(z) = c tanh(z / c)
 
-Tokens go through in chunks. The forward pass keeps one number a token (the logsumexp; two with entropy); the backward
-pass computes the chunk's logits again, on a CPU those of chunks beyond the first KEPT logits. `scale` and `c` are what
-Granite, Cohere and Gemma-2 do to their logits; for everyone else they are absent. After the matrix product everything
-is fp32.
-
-Of a head that is cut by vocabulary (models/tensor_parallel) each process has the logits of its own words, in chunks as
-well. After all chunks they exchange two numbers a token (three with entropy): of r processes
-
-    log Z = logsumexp_r(log Z_r),      E[z] = sum_r exp(log Z_r - log Z) E_r[z]
-
-and in the backward pass the gradient of the hidden states. Logits are never gathered for log-probs and entropies.
+Where Triton's kernels run, each is one pass over the chunk (kernels/head.py).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.distributed.branches import add_up, beside, branch, gather, join
-from trimtab.distributed.device import kind_of
+from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.sharding import local
-from trimtab.models.logits import PLAIN, LogitRows, LogitShape, fuses, logit_gradient, read_logits, shaped_logits
-from trimtab.models.vocabulary import Words
+from trimtab.models.parallel.tensor_parallel import VocabShard
+
+
+@dataclass(frozen=True)
+class LogitShape:
+    """What a model does to W h + b before the softmax."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config) -> "LogitShape":
+        scale = 1.0
+        if getattr(config, "logits_scaling", None):  # Granite divides
+            scale /= config.logits_scaling
+        if getattr(config, "logit_scale", None):  # Cohere multiplies
+            scale *= config.logit_scale
+        return cls(scale, getattr(config, "final_logit_softcapping", None))
+
+
+PLAIN = LogitShape()
+
+
+def fuses(device: torch.device) -> bool:
+    """Whether there are kernels. A tensor without contents stands for one on an accelerator (plan)."""
+    return device.type == "meta" or has_kernels(device)
+
+
+def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float) -> Tensor:
+    logits = raw.float()
+    if shape.scale != 1.0:
+        logits = logits * shape.scale
+    if shape.softcap is not None:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def read_logits(
+    raw: Tensor, places_N: Tensor, shape: LogitShape, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of a chunk: the logits of the targets, log Z and, for entropies, E[z]."""
+    if raw.is_meta:
+        chosen_N, normalisers_N, means_N = raw.new_empty(3, len(raw))
+        return chosen_N, normalisers_N, means_N if entropy else None
+    if has_kernels(raw.device):
+        from trimtab.models import lm_head_kernels as head
+
+        return head.read_logits(raw, places_N, shape.scale, shape.softcap, temperature, means=entropy)
+    logits = shaped_logits(raw, shape, temperature)
+    normalisers_N = torch.logsumexp(logits, -1)
+    chosen_N = logits.gather(-1, places_N[:, None])[:, 0]
+    if not entropy:
+        return chosen_N, normalisers_N, None
+    p = torch.exp(logits - normalisers_N[:, None])
+    return chosen_N, normalisers_N, (p * logits).sum(-1)
+
+
+class LogitRows(NamedTuple):
+    """What the gradient of a row of logits is made of."""
+
+    places: Tensor  # of the targets, among the shard that are here
+    normalisers: Tensor
+    means: Tensor | None  # E[z], for entropies
+    grad_log_probs: Tensor
+    grad_chosen: Tensor  # the same; 0 where the target is not here
+    grad_entropy: Tensor
+
+    def at(self, part: slice) -> "LogitRows":
+        return LogitRows(*(None if column is None else column[part] for column in self))
+
+
+def logit_gradient(
+    raw: Tensor, rows: LogitRows, shape: LogitShape, temperature: float, dtype: torch.dtype, grad_bias: Tensor | None
+) -> Tensor:
+    """Of a chunk's raw logits, in the dtype of the weights; the bias's share is added to its own."""
+    if raw.is_meta:
+        return torch.empty_like(raw, dtype=dtype)
+    if has_kernels(raw.device):
+        from trimtab.models import lm_head_kernels as head
+
+        grad = head.logit_gradient(raw, *rows, shape.scale, shape.softcap, temperature, dtype)
+        if grad_bias is not None:
+            grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+        return grad
+    logits = shaped_logits(raw, shape, temperature)
+    slope = None
+    if shape.softcap is not None:  # d cap(z) / dz = 1 - tanh^2
+        slope = 1 - (logits * (temperature / shape.softcap)).square()
+    centred = logits - rows.means[:, None] if rows.means is not None else None
+    grad = logits.sub_(rows.normalisers[:, None]).exp_()  # the probabilities
+    if centred is None:
+        grad.mul_(-rows.grad_log_probs[:, None])
+    else:
+        grad.mul_(-(rows.grad_log_probs[:, None] + rows.grad_entropy[:, None] * centred))
+    grad.scatter_add_(1, rows.places[:, None], rows.grad_chosen[:, None])
+    if shape.scale != temperature:
+        grad.mul_(shape.scale / temperature)
+    if slope is not None:
+        grad.mul_(slope)
+    if grad_bias is not None:
+        grad_bias += grad.sum(0)
+    return grad.to(dtype)
+
+
+# ---- Log-probabilities (and entropies) of target tokens from hidden states, without holding [tokens, vocabulary].
+# log p(y | h) = z_y - logsumexp(z), z = cap(scale * (W h + b)) / temperature, cap(z) = c tanh(z / c) Tokens go
+# through in chunks. The forward pass keeps one number a token (the logsumexp; two with entropy); the backward
+# pass computes the chunk's logits again, on a CPU those of chunks beyond the first KEPT logits. `scale` and `c`
+# are what Granite, Cohere and Gemma-2 do to their logits; for everyone else they are absent. After the matrix
+# product everything is fp32. Of a head that is cut by vocabulary (models/tensor_parallel) each process has the
+# logits of its own shard, in chunks as well. After all chunks they exchange two numbers a token (three with
+# entropy): of r processes log Z = logsumexp_r(log Z_r), E[z] = sum_r exp(log Z_r - log Z) E_r[z] and in the
+# backward pass the gradient of the hidden states. Logits are never gathered for log-probs and entropies.
+
 
 KEPT = 2**26  # logits, 256 MiB: of so many a CPU does not multiply again for the backward pass
 
@@ -42,11 +146,11 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """fp32 log-prob of every target, and the entropy of every prediction when asked for."""
     if type(head) is nn.Linear:
-        words = Words.of(head.weight)
+        shard = VocabShard.of(head.weight)
         weight, bias = _matrix(head)
         size = chunk or chunk_tokens(weight.shape[0], hidden_ND.device, alone=True)
         log_probs, entropies = _ChunkedLogProbs.apply(
-            hidden_ND, weight, bias, targets_N, words, shape, temperature, entropy, size
+            hidden_ND, weight, bias, targets_N, shard, shape, temperature, entropy, size
         )
         return log_probs, entropies if entropy else None
     # A head that is more than one matrix (LoRA on it, say): the module itself, chunk by chunk.
@@ -73,13 +177,13 @@ def choice_log_probs(hidden_ND: Tensor, head: nn.Module, choices_K: Tensor, shap
     """Log-probs of a few tokens among themselves [N, K]: of a plain head only their rows are multiplied."""
     if type(head) is not nn.Linear:  # LoRA on it, say
         return shaped_logits(head(hidden_ND)[:, choices_K], shape, 1.0).log_softmax(-1)
-    words, (weight, bias) = Words.of(head.weight), _matrix(head)
-    if words is None:
+    shard, (weight, bias) = VocabShard.of(head.weight), _matrix(head)
+    if shard is None:
         raw = nn.functional.linear(hidden_ND, weight[choices_K], None if bias is None else bias[choices_K])
     else:
-        places_K, here_K = words.places(choices_K)
+        places_K, here_K = shard.places(choices_K)
         rows, added = weight[places_K], None if bias is None else bias[places_K]
-        raw = join(nn.functional.linear(branch(hidden_ND, words.group), rows, added) * here_K, words.group)
+        raw = join(nn.functional.linear(branch(hidden_ND, shard.group), rows, added) * here_K, shard.group)
     return shaped_logits(raw, shape, 1.0).log_softmax(-1)
 
 
@@ -113,13 +217,13 @@ def whole_logits(hidden_ND: Tensor, head: nn.Module) -> Tensor:
     """What a head says of every word, of one that is cut too: to draw from, not to train."""
     if type(head) is not nn.Linear:
         return head(hidden_ND)
-    words, (weight, bias) = Words.of(head.weight), _matrix(head)
+    shard, (weight, bias) = VocabShard.of(head.weight), _matrix(head)
     raw = raw_logits(hidden_ND, weight, bias)
-    return raw if words is None else beside(raw, words.group, words.widths)
+    return raw if shard is None else beside(raw, shard.group, shard.widths)
 
 
 def _matrix(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the words that are here."""
+    """Weight and bias of the shard that are here."""
     return local(head.weight), None if head.bias is None else local(head.bias)
 
 
@@ -152,10 +256,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, words, shape, temperature, entropy, chunk):
-        """`words`: those that weight and bias are of; None: all."""
+    def forward(ctx, hidden, weight, bias, targets, shard, shape, temperature, entropy, chunk):
+        """`shard`: those that weight and bias are of; None: all."""
         count = hidden.shape[0]
-        places, here = (targets, None) if words is None else words.places(targets)
+        places, here = (targets, None) if shard is None else shard.places(targets)
         chosen = hidden.new_empty(count, dtype=torch.float32)  # the targets' logits
         normalisers = torch.empty_like(chosen)
         means = torch.empty_like(chosen) if entropy else None  # E[z], for the entropy and its gradient
@@ -171,16 +275,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 kept[begin] = raw
                 room -= raw.numel()
             del raw  # else the next chunk's logits stand beside them
-        if words is not None:
-            chosen, normalisers, means = _of_all_words(chosen * here, normalisers, means, words)
+        if shard is not None:
+            chosen, normalisers, means = _of_all_words(chosen * here, normalisers, means, shard)
         ctx.save_for_backward(hidden, weight, bias, places, here, normalisers, means)
-        ctx.settings, ctx.kept = (words, shape, temperature, chunk), kept
+        ctx.settings, ctx.kept = (shard, shape, temperature, chunk), kept
         return chosen - normalisers, normalisers if means is None else normalisers - means
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
         hidden, weight, bias, places, here, normalisers, means = ctx.saved_tensors
-        words, shape, temperature, chunk = ctx.settings
+        shard, shape, temperature, chunk = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
@@ -203,17 +307,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        if grad_hidden is not None and words is not None:
-            add_up(grad_hidden, words.group)
+        if grad_hidden is not None and shard is not None:
+            add_up(grad_hidden, shard.group)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _of_all_words(
-    chosen_N: Tensor, normalisers_N: Tensor, means_N: Tensor | None, words: Words
+    chosen_N: Tensor, normalisers_N: Tensor, means_N: Tensor | None, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The logits of the targets, log Z and E[z] over the whole vocabulary, from those of every process."""
     own = [chosen_N, normalisers_N] + ([] if means_N is None else [means_N])
-    of_each = gather(torch.stack(own), words.group)  # [processes, 2 or 3, N]
+    of_each = gather(torch.stack(own), shard.group)  # [processes, 2 or 3, N]
     normalisers_RN = of_each[:, 1]
     whole_N = normalisers_RN.logsumexp(0)
     if means_N is not None:

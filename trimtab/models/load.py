@@ -15,32 +15,47 @@ import torch
 from torch import nn
 
 from trimtab.config.groups import DropoutOptions, LoadOptions
+from trimtab.config.jobs import AttackOptions, GenerateOptions, RMOptions, ServeRMOptions
 from trimtab.config.learner import LearnerOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
-from trimtab.models.adapter_start import fill_adapters
-from trimtab.models.dropout import has_dropout, switch_off_dropout
-from trimtab.models.filling import ByName, fill
-from trimtab.models.fingerprint import weights_fingerprint
-from trimtab.models.hugging_face import (
+from trimtab.models.activation_memory import ActivationOffload, enable_gradient_checkpointing
+from trimtab.models.lora import add_adapters, fill_adapters
+from trimtab.models.packed import PackedModel, cast_parameters, has_dropout, switch_off_dropout
+from trimtab.models.parallel.sharded_load import (
+    DirectReader,
+    EmptyModel,
+    begin_sharded_load,
+    cast_frozen,
+    fill_weights,
+    set_head,
+    settle_path,
+)
+from trimtab.models.parallel.sharded_model import HeldModelOptions, TrainedModelOptions, shard_frozen, shard_trained
+from trimtab.models.policy import Policy
+from trimtab.models.pretrained import (
+    WeightFiles,
     check_model_folder,
+    fake_model,
     first_line,
     from_pretrained,
     quiet_transformers,
     refuse_fresh_weights,
-    skeleton,
+    weights_fingerprint,
 )
-from trimtab.models.lora import add_adapters
-from trimtab.models.offloading import MainMemory
-from trimtab.models.packed import PackedModel
-from trimtab.models.policy import Policy
-from trimtab.models.recomputing import recompute
-from trimtab.models.reward import HEAD, RewardModel, but_for_head, drawn_head, not_a_decoder
+from trimtab.models.reward import (
+    HEAD,
+    AutoClassifier,
+    RewardModel,
+    but_for_head,
+    drawn_head,
+    initialise_head,
+    not_a_decoder,
+    separate_padding,
+)
 from trimtab.models.selfcheck import Verdict, choose_path
-from trimtab.models.sharded import HeldModelOptions, TrainedModelOptions, shard_frozen, shard_trained
-from trimtab.models.sharded_load import Unfilled, begin, cast_frozen, set_head, settle_path
-from trimtab.models.weight_files import WeightFiles
 
 Within = Callable[[PackedModel], PackedModel]
 
@@ -61,21 +76,21 @@ def load_policy(
 
     mesh, pretrain = mesh or Mesh(), options.pretrain
     check_model_folder(pretrain)
-    unfilled = None
+    empty = None
     if in_parts(options, mesh):
-        unfilled = begin(pretrain, AutoModelForCausalLM, options, mesh, "--pretrain")
+        empty = begin_sharded_load(pretrain, AutoModelForCausalLM, options, mesh, "--pretrain")
     elif mesh.size == 1 and options.lora_rank > 0:
-        unfilled = _to_be_rounded(pretrain, options, "--pretrain")
-    if unfilled is not None:
-        return trained_in_parts(Policy, unfilled, options, device, mesh, within)
+        empty = _to_be_rounded(pretrain, options, "--pretrain")
+    if empty is not None:
+        return trained_in_parts(Policy, empty, options, device, mesh, within)
     return to_be_trained(Policy, _causal_lm(pretrain, options, device), options, device, mesh, within)
 
 
-def policy_skeleton(options: TrainedModelOptions) -> Policy:
+def fake_policy(options: TrainedModelOptions) -> Policy:
     """The policy without its weights, adapters included, to check options against."""
     from transformers import AutoModelForCausalLM
 
-    model = skeleton(options.pretrain, AutoModelForCausalLM)
+    model = fake_model(options.pretrain, AutoModelForCausalLM)
     return Policy(add_adapters(model, options) if options.lora_rank > 0 else model)
 
 
@@ -95,11 +110,13 @@ def load_frozen_policy(
     from transformers import AutoModelForCausalLM
 
     check_model_folder(pretrain, flag)
-    unfilled = (
-        begin(pretrain, AutoModelForCausalLM, options, mesh, flag) if mesh else _to_be_rounded(pretrain, options, flag)
+    empty = (
+        begin_sharded_load(pretrain, AutoModelForCausalLM, options, mesh, flag)
+        if mesh
+        else _to_be_rounded(pretrain, options, flag)
     )
-    if unfilled is not None:
-        return frozen_in_parts(Policy, unfilled, pretrain, options, device, mesh, flag, offload)
+    if empty is not None:
+        return frozen_in_parts(Policy, empty, pretrain, options, device, mesh, flag, offload)
     model = _causal_lm(pretrain, options, device, flag=flag)
     weights = fingerprint(model, pretrain, options, flag)
     model.requires_grad_(False)
@@ -110,19 +127,19 @@ def load_frozen_policy(
     return loaded
 
 
-def frozen_skeleton(pretrain: str, flag: str) -> Policy:
+def fake_frozen_policy(pretrain: str, flag: str) -> Policy:
     """The same without its weights."""
     from transformers import AutoModelForCausalLM
 
-    return Policy(skeleton(pretrain, AutoModelForCausalLM, flag))
+    return Policy(fake_model(pretrain, AutoModelForCausalLM, flag))
 
 
-def hollow_policy(pretrain: str, flag: str = "--pretrain") -> tuple[Policy, str]:
+def fake_policy_with_fingerprint(pretrain: str, flag: str = "--pretrain") -> tuple[Policy, str]:
     """The same, and the fingerprint of what would be read: where another engine reads it."""
     from transformers import GenerationConfig
 
     check_model_folder(pretrain, flag)
-    policy = frozen_skeleton(pretrain, flag)
+    policy = fake_frozen_policy(pretrain, flag)
     with contextlib.suppress(UserError):  # not every model has one
         policy.inner.generation_config = from_pretrained(GenerationConfig, pretrain, flag=flag)
     files = WeightFiles.find(pretrain, flag)
@@ -153,29 +170,29 @@ def in_parts(options: HeldModelOptions, mesh: Mesh) -> bool:
     return mesh.size > 1 and (options.zero_stage > 0 or mesh.sizes["tensor"] > 1)
 
 
-def _to_be_rounded(pretrain: str, options: LoadOptions, flag: str) -> Unfilled | None:
+def _to_be_rounded(pretrain: str, options: LoadOptions, flag: str) -> EmptyModel | None:
     """A model to be read straight from its files in bf16: what is not trained needs no fp32 on the way, which takes
     twice the memory and most of the time. How it may be run is asked of a small copy in fp32. None: it cannot be."""
     from transformers import AutoModelForCausalLM
 
     if not options.bf16 or options.load_in_4bit or options.attn_implementation is not None:
         return None
-    unfilled = begin(pretrain, AutoModelForCausalLM, options, Mesh(), flag)
+    empty = begin_sharded_load(pretrain, AutoModelForCausalLM, options, Mesh(), flag)
     # What is converted on the way is converted by Hugging Face's loader, which rounds at other places.
-    return unfilled if unfilled is not None and isinstance(unfilled.filling, ByName) else None
+    return empty if empty is not None and isinstance(empty.reader, DirectReader) else None
 
 
 def trained_in_parts(
     root: type[PackedModel],
-    unfilled: Unfilled,
+    empty: EmptyModel,
     options: HeldModelOptions,
     device: Device,
     mesh: Mesh,
     within: Within = lambda module: module,
 ) -> Loaded:
-    model, filling = unfilled.model, unfilled.filling
+    model, reader = empty.model, empty.reader
     scores = root is not Policy
-    head = drawn_head(model) if scores and not unfilled.has_head else None
+    head = drawn_head(model) if scores and not empty.has_head else None
     notes = _settle_dropout(model, options) if isinstance(options, DropoutOptions) else ()
     random_state = torch.get_rng_state()
     if options.lora_rank > 0:
@@ -189,7 +206,7 @@ def trained_in_parts(
     elif options.bf16:
         cast_parameters(module, torch.bfloat16)
     shard_trained(module, options, mesh)
-    found = fill(module, filling, device.torch, offload=options.adam_offload)
+    found = fill_weights(module, reader, device.torch, offload=options.adam_offload)
     refuse_fresh_weights(options.pretrain, but_for_head(found) if scores else found)
     if scores:
         set_head(module, head)
@@ -197,12 +214,12 @@ def trained_in_parts(
         after = fill_adapters(module.model, random_state)
         if mesh.size == 1:  # as if the model had been there when they were drawn
             torch.set_rng_state(after)
-    return Loaded(module, verdict, unfilled.weights, notes)
+    return Loaded(module, verdict, empty.weights, notes)
 
 
 def frozen_in_parts(
     root: type[PackedModel],
-    unfilled: Unfilled,
+    empty: EmptyModel,
     pretrain: str,
     options: LoadOptions,
     device: Device,
@@ -210,7 +227,7 @@ def frozen_in_parts(
     flag: str,
     offload: bool,
 ) -> Loaded:
-    model = unfilled.model.requires_grad_(False)
+    model = empty.model.requires_grad_(False)
     if root is RewardModel and not hasattr(model, HEAD):
         module, verdict = not_a_decoder(model)
     else:
@@ -220,9 +237,9 @@ def frozen_in_parts(
         cast_parameters(module, torch.bfloat16)
     if mesh is not None:
         shard_frozen(module, mesh, offload=offload)
-    found = fill(module, unfilled.filling, device.torch, offload=offload)
+    found = fill_weights(module, empty.reader, device.torch, offload=offload)
     refuse_fresh_weights(pretrain, found, flag=flag)
-    return Loaded(module, verdict, unfilled.weights)
+    return Loaded(module, verdict, empty.weights)
 
 
 def to_be_trained(
@@ -277,9 +294,9 @@ def _task_type(root: type[PackedModel]) -> str:
 def prepare_training(module: PackedModel, options: HeldModelOptions, device: Device) -> None:
     if options.use_liger_kernel:
         _apply_liger(module.model, device)
-    recompute(module, options)
+    enable_gradient_checkpointing(module, options)
     if options.offload_activations and device.is_accelerator:
-        module.activations = MainMemory(module)
+        module.activations = ActivationOffload(module)
     module.train()
 
 
@@ -307,13 +324,6 @@ def placed(module: PackedModel, options: LoadOptions, device: Device, *, cast: b
     module.to(device.torch)
     # An implementation that was asked for by name may know only half precision, or only the accelerator.
     return verdict or choose_path(module, packed_allowed=False)
-
-
-def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: casting buffers too would round the rotary frequencies. Tied weights stay tied."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
 
 
 def _keep_gradients_on_cpu(model: nn.Module) -> None:
@@ -348,3 +358,119 @@ def _apply_liger(model: nn.Module, device: Device) -> None:
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     # Our own chunked head replaces Liger's fused loss.
     _apply_liger_kernel_to_instance(base, fused_linear_cross_entropy=False)
+
+
+# ---- Load sequence classifiers with one score: reward models and critics to be trained, reward models that only
+# score.
+
+
+RewardLoadOptions = RMOptions | RLOptions | GenerateOptions | AttackOptions | ServeRMOptions
+"""What has LoadOptions and RewardHeadOptions."""
+
+
+def load_reward_model(
+    options: RMOptions | RLOptions,
+    device: Device,
+    tokenizer: Any,
+    mesh: Mesh | None = None,
+    *,
+    root: type[PackedModel] = RewardModel,
+) -> Loaded:
+    """A reward model or critic to be trained, from one that has a head already or from a causal LM; split over the
+    processes of `mesh`."""
+    mesh, pretrain = mesh or Mesh(), options.pretrain
+    head = _stored_head(pretrain, options)
+    if in_parts(options, mesh) and (empty := _unfilled_classifier(pretrain, options, mesh, head)):
+        _require_head(empty.model, pretrain)
+        separate_padding(empty.model, tokenizer)
+        return trained_in_parts(root, empty, options, device, mesh)
+    model, found = _classifier(pretrain, options, device, head)
+    _require_head(model, pretrain)
+    if _without_head(found):
+        initialise_head(model)
+    refuse_fresh_weights(pretrain, but_for_head(found))
+    separate_padding(model, tokenizer)
+    return to_be_trained(root, model, options, device, mesh)
+
+
+def load_frozen_reward_model(
+    pretrain: str,
+    options: RewardLoadOptions,
+    device: Device,
+    tokenizer: Any,
+    flag: str = "--reward_pretrain",
+    *,
+    mesh: Mesh | None = None,
+    offload: bool = False,
+) -> Loaded:
+    """A reward model that only scores: ours, or any sequence classifier with one score. `mesh`, `offload`: as those of
+    a frozen policy."""
+    head = _stored_head(pretrain, options, flag)
+    if mesh and (empty := _unfilled_classifier(pretrain, options, mesh, head, flag)):
+        if hasattr(empty.model, HEAD) and not empty.has_head:
+            raise UserError(_NO_HEAD.format(flag, pretrain))
+        separate_padding(empty.model, tokenizer)
+        return frozen_in_parts(RewardModel, empty, pretrain, options, device, mesh, flag, offload)
+    model, found = _classifier(pretrain, options, device, head, flag)
+    if _without_head(found):
+        raise UserError(_NO_HEAD.format(flag, pretrain))
+    refuse_fresh_weights(pretrain, found, flag=flag)
+    separate_padding(model, tokenizer)
+    weights = fingerprint(model, pretrain, options, flag)
+    model.requires_grad_(False)
+    if hasattr(model, HEAD):
+        reward = RewardModel(model).eval()
+        verdict = placed(reward, options, device, cast=options.bf16)
+    else:
+        reward, verdict = not_a_decoder(model)
+        if options.bf16:
+            cast_parameters(reward, torch.bfloat16)
+        reward.to(device.torch)
+    if mesh:
+        shard_frozen(reward, mesh, offload=offload)
+    return Loaded(reward, verdict, weights)
+
+
+_NO_HEAD = "{} {}: a model without a trained score head; make one of it with trimtab rm"
+
+
+def _stored_head(pretrain: str, options: RewardLoadOptions, flag: str = "--pretrain") -> str:
+    """What the score head is called in the files."""
+    from transformers import AutoConfig
+
+    check_model_folder(pretrain, flag)
+    quiet_transformers()
+    return getattr(from_pretrained(AutoConfig, pretrain, flag=flag), "value_head_prefix", options.value_head_prefix)
+
+
+def _unfilled_classifier(
+    pretrain: str, options: RewardLoadOptions, mesh: Mesh, head: str, flag: str = "--pretrain"
+) -> EmptyModel | None:
+    return begin_sharded_load(pretrain, AutoClassifier, options, mesh, flag, head=head, num_labels=1)
+
+
+def _classifier(
+    pretrain: str, options: RewardLoadOptions, device: Device, head: str, flag: str = "--pretrain"
+) -> tuple[nn.Module, dict]:
+    """A sequence classifier with one score, and what loading found."""
+    arguments = arguments_of(options, device) | {"num_labels": 1}
+    if head != HEAD:
+        arguments["key_mapping"] = {rf"^{head}\.": f"{HEAD}."}
+    return from_pretrained(AutoClassifier, pretrain, flag=flag, **arguments)
+
+
+def _without_head(found: dict) -> bool:
+    weight = f"{HEAD}.weight"
+    return weight in found["missing_keys"] or any(key[0] == weight for key in found["mismatched_keys"])
+
+
+def fake_reward_model(options: TrainedModelOptions, flag: str = "--pretrain") -> RewardModel:
+    """`flag`: what the user calls the model."""
+    model = fake_model(options.pretrain, AutoClassifier, flag, num_labels=1)
+    _require_head(model, options.pretrain, flag)
+    return RewardModel(add_adapters(model, options, "SEQ_CLS") if options.lora_rank > 0 else model)
+
+
+def _require_head(model: nn.Module, pretrain: str, flag: str = "--pretrain") -> None:
+    if not hasattr(model, HEAD):
+        raise UserError(f"{flag} {pretrain}: {type(model).__name__} is not a decoder with a score head")

@@ -6,11 +6,14 @@ import re
 from collections.abc import Iterator
 
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from trimtab.config.groups import LoraOptions
+from trimtab.distributed.sharding import keep_part
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import first_line
+from trimtab.models.pretrained import first_line
 
 ALL_LINEAR = "all-linear"
 
@@ -109,3 +112,57 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, state in zip(layers, before):
             layer._disable_adapters = state
+
+
+# ---- What adapters begin with, for a model whose parts are filled in one by one. PEFT draws the whole of every
+# adapter from the global random stream as it puts it in. The same is drawn here again, layer by layer and from
+# the same place of the stream, and each process keeps its part: so adapters begin alike in any number of
+# processes, and no process holds more than one layer's.
+
+
+LAYER = "layer"
+
+
+def fill_adapters(model: nn.Module, random_state: Tensor) -> Tensor:
+    """`random_state`: of the CPU, before the adapters were put into the model. Gives the one behind what was drawn."""
+    config = copy.copy(model.peft_config["default"])
+    config.target_modules, config.modules_to_save = [LAYER], None
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.set_rng_state(random_state)
+        for layer in model.modules():
+            if isinstance(layer, BaseTunerLayer):
+                drawn = dict(_fresh(layer.get_base_layer(), config).named_parameters())
+                for name, parameter in layer.named_parameters():
+                    if parameter.requires_grad:
+                        keep_part(drawn[name], parameter)
+        return torch.get_rng_state()
+
+
+def _fresh(base: nn.Module, config: LoraConfig) -> nn.Module:
+    """The adapted layer that PEFT makes of one like `base`, whose own weights take no memory."""
+    hollow = copy.copy(base)
+    hollow._parameters = {
+        name: parameter if parameter is None else nn.Parameter(torch.zeros(()).expand(parameter.shape), False)
+        for name, parameter in base._parameters.items()
+    }
+    return inject_adapter_in_model(config, nn.ModuleDict({LAYER: hollow}))[LAYER]
+
+
+@contextlib.contextmanager
+def adapters_aside(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's modules have the names and places that they have without adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    replaced = []
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, BaseTunerLayer | ModulesToSaveWrapper):
+                plain = child.get_base_layer() if isinstance(child, BaseTunerLayer) else child.original_module
+                replaced.append((parent, name, child))
+                setattr(parent, name, plain)
+    try:
+        yield
+    finally:
+        for parent, name, child in replaced:
+            setattr(parent, name, child)

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.branches import join
 from trimtab.distributed.watch import pulse
+from trimtab.models.activation_memory import ActivationOffload
 from trimtab.models.attention import PackedPass, PackedRow, Row, unpadded
-from trimtab.models.context import Located, ReadStates, Routers
-from trimtab.models.context_attention import Context, SharedRow
-from trimtab.models.offloading import MainMemory
+from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, Routers, RowStates, TokenLocations
 from trimtab.models.rotary import SequenceLengths, token_lengths
 
 Path = Literal["packed", "padded", "logits"]
@@ -36,9 +35,9 @@ class PackedModel(nn.Module):
         self.path = path
         self.not_packed = ""  # why, where another path was chosen
         self.attention = PackedPass()
-        self.context: Context | None = None  # with whom this process works on a row; None: alone
+        self.context: ContextParallel | None = None  # with whom this process works on a row; None: alone
         self.rotary = SequenceLengths.install(self.inner)
-        self.activations: MainMemory | None = None  # where those of layers await the backward pass; None: here
+        self.activations: ActivationOffload | None = None  # where those of layers await the backward pass; None: here
 
     @property
     def inner(self) -> nn.Module:
@@ -68,19 +67,19 @@ class PackedModel(nn.Module):
         routers = tuple(r.view(-1, r.shape[-1])[rows.flat_T] for r in out.router_logits) if router else None
         return out.last_hidden_state.flatten(0, 1)[rows.flat_T], routers
 
-    def read(self, batch: TokenBatch, rows_N: Tensor, *, router: bool = False) -> ReadStates:
+    def read(self, batch: TokenBatch, rows_N: Tensor, *, router: bool = False) -> RowStates:
         """The same of some tokens of the row; where processes share it, of those among them that are here."""
         if self.context is None:
             hidden_TD, routers = self.hidden(batch, router=router)
-            return ReadStates(hidden_TD.index_select(0, rows_N), routers)
+            return RowStates(hidden_TD.index_select(0, rows_N), routers)
         pulse.move()
-        row = SharedRow(batch.spans, self.context, batch.ids_T.device)
+        row = ContextRow(batch.spans, self.context, batch.ids_T.device)
         lengths = token_lengths(batch.spans)[row.rows.cpu().numpy()] if self.rotary.shortest is not None else None
         with self.rotary.of(lengths):
             hidden_TD, routers = self._run(row, batch.ids_T[row.rows], batch.positions_T[row.rows], router)
-        located = Located.of(row, rows_N)
+        located = TokenLocations.of(row, rows_N)
         hidden_ND = hidden_TD.index_select(0, row.place_T[rows_N[located.here]])
-        return ReadStates(hidden_ND, routers and tuple(r[: row.tokens] for r in routers), located)
+        return RowStates(hidden_ND, routers and tuple(r[: row.tokens] for r in routers), located)
 
     def _run(self, row: Row, ids_T: Tensor, positions_T: Tensor, router: bool) -> tuple[Tensor, Routers]:
         self.attention.begin(self.inner, row)
@@ -157,3 +156,43 @@ def scoring(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+# ---- A model's own dropout: where it is, and how to switch it off. What updates are compared with - a reference, the
+# log-probs as they were sampled - is scored without dropout. With it a policy differs from itself: DPO does not
+# start at log 2, and PPO's ratio is not 1. Adapters bring dropout of their own, which is added later and is left
+# alone. Falcon's code reads its config in every pass: what that says (0 in all that are published) stays.
+
+
+def switch_off_dropout(model: nn.Module) -> bool:
+    """Whether there was any. The model's config keeps what it says, for whoever loads the saved model."""
+    found = list(_dropouts(model))
+    for module, name in found:
+        setattr(module, name, 0.0)
+    return bool(found)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    return any(True for _ in _dropouts(model))
+
+
+def _dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules and the names of their probabilities above 0: dropout layers, and what attention layers and blocks hand
+    to functions."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            names = ["p"]
+        else:
+            names = [name for name in vars(module) if "drop" in name]
+        yield from ((module, name) for name in names if _is_probability(getattr(module, name)))
+
+
+def _is_probability(value: object) -> bool:
+    return isinstance(value, float) and value > 0
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters only: casting buffers too would round the rotary frequencies. Tied weights stay tied."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)

@@ -20,8 +20,8 @@ from torch.utils._pytree import register_dataclass
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
 from trimtab.files import replacing
-from trimtab.models.context import Routers
 from trimtab.models.packed import PackedModel, PaddedRows
+from trimtab.models.parallel.context_parallel import Routers
 from trimtab.models.selfcheck import Verdict
 
 REWARDS = "rewards.json"  # beside the model: every reward of the evaluation pairs, their mean and spread
@@ -216,3 +216,30 @@ def rename_head(folder: Path, old: str, new: str) -> None:
 
 def renamed(name: str, old: str, new: str) -> str:
     return new + name.removeprefix(old) if name.startswith(f"{old}.") else name
+
+
+# ---- A sequence classifier with one output seen as a value function: what it says before each trained token.
+
+
+class Critic(PackedModel):
+    """A classifier read at every position. `mean` and `deviation` are those its rewards are normalised with."""
+
+    mean = 0.0
+    deviation = 1.0
+
+    def forward(self, batch: TokenBatch, *, after: bool = False) -> Tensor:
+        """Values [N], fp32, of the states in which the trained tokens were chosen; or of those right `after` them."""
+        batch = self.rotary.separate(batch)
+        read = self.read(batch, batch.trained_N if after else batch.predictors_N)
+        values_N = read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float())
+        return (values_N - self.mean) / self.deviation
+
+    def check_values(self, batch: TokenBatch) -> Tensor:
+        return self(batch)
+
+    def reference_values(self, batch: TokenBatch) -> Tensor:
+        sequences = [batch.sequence(i) for i in range(len(batch.spans))]
+        hidden = [
+            self.inner.base_model(input_ids=s[None], use_cache=False).last_hidden_state[0, :-1] for s in sequences
+        ]
+        return getattr(self.inner, HEAD)(torch.cat(hidden))[:, 0].float()

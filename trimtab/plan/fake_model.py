@@ -18,13 +18,27 @@ from torch.utils._pytree import tree_iter
 
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import GRADIENT_DTYPES, accumulate_in
+from trimtab.models.activation_memory import (
+    ActivationOffload,
+    OffloadedTensor,
+    enable_gradient_checkpointing,
+    layers_of,
+    set_checkpointed_layers,
+)
 from trimtab.models.attention import NAME as ATTENTION
 from trimtab.models.attention import register
-from trimtab.models.families import EXPERTS, FAMILIES, INPUTS, KEYS, OF_HEADS, check_can_be_cut, keys_used, way_of
-from trimtab.models.load import TrainedModelOptions, cast_parameters
-from trimtab.models.offloading import Kept, MainMemory
-from trimtab.models.packed import PackedModel, scoring
-from trimtab.models.recomputing import layers_of, recompute, spread
+from trimtab.models.load import TrainedModelOptions
+from trimtab.models.packed import PackedModel, cast_parameters, scoring
+from trimtab.models.parallel.tensor_parallel import (
+    EXPERTS,
+    FAMILIES,
+    KEY_VALUE,
+    PER_HEAD,
+    ROWWISE,
+    check_tensor_parallel,
+    key_value_heads_used,
+    style_of,
+)
 from trimtab.plan.workload import Rows
 
 
@@ -91,15 +105,15 @@ def _even_experts(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK
 # go the way they go on an accelerator. A fake CPU is torch's fake mode, in which they go the CPU's way.
 
 
-class PretendedMainMemory(MainMemory):
+class PretendedMainMemory(ActivationOffload):
     """What goes there takes no room here."""
 
-    def _send_away(self, tensor: Tensor, before: Kept | None) -> Kept:
+    def _send_away(self, tensor: Tensor, before: OffloadedTensor | None) -> OffloadedTensor:
         return PretendedKept(tensor, before)
 
 
-class PretendedKept(Kept):
-    def __init__(self, tensor: Tensor, before: Kept | None):
+class PretendedKept(OffloadedTensor):
+    def __init__(self, tensor: Tensor, before: OffloadedTensor | None):
         self.device, self.stream, self.before = tensor.device, None, before
         self._back, self._shape = None, (tensor.shape, tensor.dtype)
 
@@ -136,7 +150,7 @@ class Pretended:
                 _hollow(model)
             cast_parameters(model, torch.bfloat16 if options.bf16 else torch.float32)  # whatever its files hold
         if not frozen:
-            recompute(model, options)
+            enable_gradient_checkpointing(model, options)
         if not frozen and options.offload_activations and accelerator:
             model.activations = PretendedMainMemory(model)
 
@@ -164,7 +178,7 @@ class Pretended:
         """A micro-batch after the first of a step: the gradient sums are there already. `recomputed`: how many of the
         layers recompute, if it is not the options that say it."""
         if recomputed is not None:
-            spread(self.model.inner, recomputed)
+            set_checkpointed_layers(self.model.inner, recomputed)
         with self.mode:
             known = [*self.model.parameters(), *self.model.buffers(), *self._gradient_sums()]
             batch = self._batch(rows, tokens)
@@ -254,11 +268,11 @@ def _hollow(model: nn.Module) -> None:
 def narrow(model: PackedModel, parts: int) -> None:
     """In place, and only the shapes: contents there are none. A UserError: it cannot be cut so."""
     config = model.config
-    check_can_be_cut(config, parts, f"--ds_tensor_parallel_size {parts}")
+    check_tensor_parallel(config, parts, f"--ds_tensor_parallel_size {parts}")
     ways, made = FAMILIES[config.model_type], _Narrower(parts)
     for name, module in list(model.named_modules()):
-        way = way_of(name, ways)
-        if way is None or way == OF_HEADS:
+        way = style_of(name, ways)
+        if way is None or way == PER_HEAD:
             continue
         base = getattr(module, "base_layer", module)
         if way == EXPERTS:
@@ -267,13 +281,13 @@ def narrow(model: PackedModel, parts: int) -> None:
             continue
         # Heads of keys that cannot be shared out are whole in every process, which uses some of them.
         heads, keys = config.num_attention_heads, config.num_key_value_heads
-        used = len(keys_used(heads, keys, parts, 0)) / keys if way == KEYS else None
-        made.linear(base, 1 if way == INPUTS else 0, used)
+        used = len(key_value_heads_used(heads, keys, parts, 0)) / keys if way == KEY_VALUE else None
+        made.linear(base, 1 if way == ROWWISE else 0, used)
         for first in getattr(module, "lora_A", {}).values():
-            if way == INPUTS:
+            if way == ROWWISE:
                 made.linear(first, 1)
         for second in getattr(module, "lora_B", {}).values():
-            if way != INPUTS:
+            if way != ROWWISE:
                 made.linear(second, 0, used)
     embedding, head = model.inner.get_input_embeddings(), model.inner.get_output_embeddings()
     made.cut(embedding, "weight", 0)

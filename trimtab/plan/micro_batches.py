@@ -11,8 +11,8 @@ from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
-from trimtab.models.hugging_face import first_line
 from trimtab.models.load import TrainedModelOptions
+from trimtab.models.pretrained import first_line
 from trimtab.plan.hardware import GIB, of_device
 from trimtab.plan.workload import TOKENS_ON_CPU, Work, budget_changes, rl_work, supposed
 

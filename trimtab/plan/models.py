@@ -14,8 +14,8 @@ import torch
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.lora import refuse_adapted_experts
 from trimtab.models.packed import PackedModel
+from trimtab.models.parallel.sharded_model import decoder_layers
 from trimtab.models.policy import Policy
-from trimtab.models.sharded import decoder_layers
 from trimtab.plan.fake_model import PassBytes, Pretended, narrow
 from trimtab.plan.speed import multiplied
 from trimtab.plan.workload import Rows, frozen_models, trained_models

@@ -5,8 +5,8 @@ from typing import Any
 
 from trimtab.config.jobs import RLOptions
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import first_line
 from trimtab.models.load import TrainedModelOptions
+from trimtab.models.pretrained import first_line
 from trimtab.plan.choosing import chosen_passes
 from trimtab.plan.hardware import GIB, Hardware
 from trimtab.plan.memory import FILL, PHASES, Memory, MemoryModel

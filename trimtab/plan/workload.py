@@ -18,11 +18,9 @@ from trimtab.config.objectives import (
 )
 from trimtab.config.sources import listed
 from trimtab.data.batches import Example
-from trimtab.models.critic import Critic
-from trimtab.models.load import TrainedModelOptions, frozen_skeleton, policy_skeleton
-from trimtab.models.load_reward import reward_skeleton
+from trimtab.models.load import TrainedModelOptions, fake_frozen_policy, fake_policy, fake_reward_model
 from trimtab.models.packed import PackedModel
-from trimtab.models.reward import RewardModel
+from trimtab.models.reward import Critic, RewardModel
 from trimtab.rewards.models import MAX_TOKENS
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
@@ -119,8 +117,8 @@ def budget_changes(options: TrainedModelOptions, tokens: int | None) -> dict[str
 
 def trained_models(options: TrainedModelOptions) -> dict[str, PackedModel]:
     if not isinstance(options, RLOptions):
-        return {"model": reward_skeleton(options) if options.verb == "rm" else policy_skeleton(options)}
-    models: dict[str, PackedModel] = {"actor": policy_skeleton(options)}
+        return {"model": fake_reward_model(options) if options.verb == "rm" else fake_policy(options)}
+    models: dict[str, PackedModel] = {"actor": fake_policy(options)}
     if options.estimator.critic:
         models["critic"] = Critic(_judge(options, *_origin_of_critic(options)).model)
     return models
@@ -133,10 +131,10 @@ def frozen_models(options: TrainedModelOptions) -> list[Frozen]:
             name, offload = options.ref_pretrain or options.pretrain, options.ref_offload
         else:
             name, offload = options.pretrain, isinstance(options, RLOptions) and options.ref_reward_offload
-        found.append(Frozen("reference", frozen_skeleton(name, "--ref_pretrain"), offload))
+        found.append(Frozen("reference", fake_frozen_policy(name, "--ref_pretrain"), offload))
     if isinstance(options, RLOptions | DistillationOptions) and options.teacher_model:
         offload = options.ref_reward_offload if isinstance(options, RLOptions) else options.teacher_offload
-        found.append(Frozen("teacher", frozen_skeleton(options.teacher_model, "--teacher_model"), offload))
+        found.append(Frozen("teacher", fake_frozen_policy(options.teacher_model, "--teacher_model"), offload))
     if not isinstance(options, RLOptions):
         return found
     for name in listed(options.reward_pretrain):
@@ -156,7 +154,7 @@ def _origin_of_critic(options: RLOptions) -> tuple[str, str]:
 
 def _judge(options: RLOptions, name: str, flag: str) -> RewardModel:
     """The model `name` with a score head."""
-    return reward_skeleton(dataclasses.replace(options, pretrain=name), flag)
+    return fake_reward_model(dataclasses.replace(options, pretrain=name), flag)
 
 
 def _has_reference(options: TrainedModelOptions) -> bool:

@@ -16,8 +16,8 @@ from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
-from trimtab.models.fingerprint import weights_fingerprint
-from trimtab.models.sharded import frozen_is_split, share_rows
+from trimtab.models.parallel.sharded_model import enable_context_parallel, is_frozen_sharded
+from trimtab.models.pretrained import weights_fingerprint
 from trimtab.rewards.client import RemoteReward
 from trimtab.rewards.functions import CALLS_AT_ONCE, CallableReward, FunctionReward, find_function
 from trimtab.rewards.models import ModelReward, ProcessReward, load_classifier_reward
@@ -49,11 +49,14 @@ def reward_models(
     kept: dict[str, Any] = {}
     if isinstance(options, RLOptions):
         offload = options.ref_reward_offload
-        kept = {"offload": offload, "mesh": mesh if mesh and frozen_is_split(options, mesh, offload=offload) else None}
+        kept = {
+            "offload": offload,
+            "mesh": mesh if mesh and is_frozen_sharded(options, mesh, offload=offload) else None,
+        }
     models = [_model(name, options, device, tokenizer, **kept) for name in listed(options.reward_pretrain)]
     if mesh and isinstance(options, RLOptions):
         for model in models:
-            share_rows(model.model, options, mesh, "--reward_pretrain")
+            enable_context_parallel(model.model, options, mesh, "--reward_pretrain")
     return list(zip(models, options.reward_weights or (1.0,) * len(models)))
 
 

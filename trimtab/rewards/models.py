@@ -29,11 +29,10 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import check_model_folder, skeleton
-from trimtab.models.keeping import Keeping
-from trimtab.models.load import load_frozen_policy
-from trimtab.models.load_reward import RewardLoadOptions, load_frozen_reward_model
+from trimtab.models.load import RewardLoadOptions, load_frozen_policy, load_frozen_reward_model
 from trimtab.models.packed import PackedModel
+from trimtab.models.parallel.sharded_model import FrozenPlacement
+from trimtab.models.pretrained import check_model_folder, fake_model
 from trimtab.models.reward import HEAD, AutoClassifier
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult, checked
 
@@ -65,7 +64,7 @@ class ModelReward:
         offload: bool = False,
     ):
         """`options`: how to load it (LoadOptions and RewardHeadOptions); `mesh`, `offload`: where its weights are
-        (models/keeping.py).
+        (models/parallel/sharded_model.py).
 
         `messages_key`: the column that holds a sample's conversation (or its only user turn), for a model that has to
         render it anew. `normalize`: subtract the mean and divide by the deviation that config.json holds. A pass has at
@@ -78,7 +77,7 @@ class ModelReward:
         self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag=flag)
         split: dict[str, Any] = {"mesh": mesh, "offload": offload}
         self.model = load_frozen_reward_model(pretrain, options, device, self.tokenizer, flag, **split).model
-        self.keeping = Keeping(device, **split)
+        self.keeping = FrozenPlacement(device, **split)
         self.keeping.settle(self.model)
         self.reads_ids = policy_tokenizer is not None and same_tokenizer(self.tokenizer, policy_tokenizer)
         self._reader = TextEncoder(self.tokenizer, policy_tokenizer, messages_key, is_decoder=hasattr(self.inner, HEAD))
@@ -276,7 +275,7 @@ class ProcessReward:
         self._placeholder_id = one_token(self.placeholder, self.tokenizer, "--placeholder_token")
         split: dict[str, Any] = {"mesh": mesh, "offload": offload}
         self.model = load_frozen_policy(pretrain, options, device, "--reward_pretrain", **split).model
-        self.keeping = Keeping(device, **split)
+        self.keeping = FrozenPlacement(device, **split)
         self.keeping.settle(self.model)
         if self.model.path == "logits":
             raise UserError(
@@ -419,7 +418,7 @@ def input_format(pretrain: str, asked: str | None) -> str:
     if asked or pretrain in KNOWN:
         return asked or KNOWN[pretrain]
     check_model_folder(pretrain, "--reward_pretrain")
-    model = skeleton(pretrain, AutoClassifier, "--reward_pretrain", num_labels=1)
+    model = fake_model(pretrain, AutoClassifier, "--reward_pretrain", num_labels=1)
     return "chat" if hasattr(model, HEAD) else "pair"
 
 

@@ -4,8 +4,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from trimtab.distributed.peers import Peers
-from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
+from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.builtin.engine import MAX_NUM_BATCHED_TOKENS, BuiltinEngine
 from trimtab.rollout.builtin.engine import require_packed as require_packed
 from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
@@ -44,7 +44,9 @@ def build_engine(
     )
 
 
-def build_vllm_engine(folder: str, tokenizer: Any, weights: Handover | None = None, **settings: Any) -> "VLLMEngine":
+def build_vllm_engine(
+    folder: str, tokenizer: Any, weights: WeightExport | None = None, **settings: Any
+) -> "VLLMEngine":
     """A vLLM engine with the model of a folder; `settings` are those of rollout/vllm/engine.EngineSettings.
 
     `weights`: of a policy in this process, which it copies; else they come over links.

@@ -36,7 +36,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.serialization import frame
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import quiet_transformers
+from trimtab.models.pretrained import quiet_transformers
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import WorkerProcess
 from trimtab.sandbox.worker import begin_worker

@@ -17,8 +17,8 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.random_state import seed_everything
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import load_frozen_policy
+from trimtab.models.pretrained import check_model_folder, quiet_transformers
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import SamplingParams, stop_tokens

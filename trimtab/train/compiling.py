@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.distributed.device import Device, has_kernels
 from trimtab.distributed.mesh import Mesh
-from trimtab.models.compiled import AtWork, Gradients, compile_layers, later_problem, leave_plain, require_compiler
+from trimtab.models.compile import AtWork, Gradients, compile_layers, compile_problem, disable_compile, require_compiler
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
 from trimtab.train.optimiser import Optimiser
@@ -98,11 +98,11 @@ class Compiling:
         if not self.decided or not any(self.decided.values()):
             return False
         roots = [model, *(root for root, _ in task.scorers().values())]
-        problems = [problem for root in roots if (problem := later_problem(root))]
+        problems = [problem for root in roots if (problem := compile_problem(root))]
         if (problem := agreed(self.mesh, problems[0] if problems else "")) == "":
             return False
         for root in roots:
-            leave_plain(root)
+            disable_compile(root)
         self.decided = dict.fromkeys(self.decided, False)
         self.mesh.world.say(given_up(problem))
         return True
@@ -144,7 +144,7 @@ def settle_layers(
         router=gradients is not None and options.aux_loss_coef > 0,
     )
     if problem := agreed(mesh, trial.problem):
-        leave_plain(root)
+        disable_compile(root)
     return Settled(not problem, problem, trial.seconds)
 
 

@@ -8,7 +8,7 @@ from trimtab.config.jobs import DPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
 from trimtab.distributed.sharding import split_again
-from trimtab.models.compiled import AtWork
+from trimtab.models.compile import AtWork
 from trimtab.models.load import Loaded
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy

@@ -13,12 +13,11 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.sharding import whole
 from trimtab.errors import UserError
-from trimtab.models.compiled import AtWork
-from trimtab.models.keeping import Keeping
-from trimtab.models.load import Loaded, frozen_skeleton, load_frozen_policy
+from trimtab.models.compile import AtWork
+from trimtab.models.load import Loaded, fake_frozen_policy, load_frozen_policy
 from trimtab.models.packed import PackedModel
+from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
 from trimtab.models.policy import Policy, Teacher
-from trimtab.models.sharded import frozen_is_split, share_rows
 from trimtab.train.launch import rehearse, train
 from trimtab.train.sft import SFTTask
 from trimtab.train.task import Share, Totals
@@ -31,17 +30,17 @@ class KDTask(SFTTask):
     def attach(self, loaded: Loaded, device: Device) -> None:
         options, mesh = self.options, self.mesh
         self.device = device
-        split = mesh if frozen_is_split(options, mesh, offload=options.teacher_offload) else None
+        split = mesh if is_frozen_sharded(options, mesh, offload=options.teacher_offload) else None
         self.teacher = load_frozen_policy(
             options.teacher_model, options, device, "--teacher_model", mesh=split, offload=options.teacher_offload
         ).model
-        share_rows(self.teacher, options, mesh, "--teacher_model")
+        enable_context_parallel(self.teacher, options, mesh, "--teacher_model")
         for root in (loaded.model, self.teacher):
             if root.path == "logits":
                 raise UserError(f"{type(root.inner).__name__} has an LM head we cannot read; distil another model")
         # Its logits are taken chunk by chunk beside the student's, outside of the pass that gathers a split teacher.
         self.head = self.teacher.head if split is None else whole_head(self.teacher, device.torch)
-        self.keeping = Keeping(device, split, options.teacher_offload)
+        self.keeping = FrozenPlacement(device, split, options.teacher_offload)
         self.keeping.settle(self.teacher)
         self.divergence = divergence(options.kd_loss, options.jsd_beta)
 
@@ -50,7 +49,7 @@ class KDTask(SFTTask):
         super().check_model(model)
         name = self.options.teacher_model
         theirs = load_tokenizer(name, disable_fast=self.options.disable_fast_tokenizer, flag="--teacher_model")
-        sizes = [m.head.out_features for m in (model, frozen_skeleton(name, flag="--teacher_model"))]
+        sizes = [m.head.out_features for m in (model, fake_frozen_policy(name, flag="--teacher_model"))]
         if theirs.get_vocab() != self.tokenizer.get_vocab() or sizes[0] != sizes[1]:
             raise UserError(
                 f"--teacher_model {name}: its vocabulary ({sizes[1]:,} outputs) is not the student's ({sizes[0]:,}); "

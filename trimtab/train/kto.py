@@ -10,7 +10,7 @@ from trimtab.config.jobs import KTOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.labelled import LabelledStore, build_labelled_store
 from trimtab.distributed.device import Device
-from trimtab.models.compiled import AtWork
+from trimtab.models.compile import AtWork
 from trimtab.models.load import Loaded
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy

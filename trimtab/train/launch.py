@@ -19,10 +19,9 @@ from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.files import check_folder
-from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import TrainedModelOptions
-from trimtab.models.sharded import mesh_of
-from trimtab.models.splits import check_splits
+from trimtab.models.parallel.sharded_model import check_parallel_options, mesh_of
+from trimtab.models.pretrained import check_model_folder, quiet_transformers
 from trimtab.plan.micro_batches import (
     default_line,
     for_manifest,
@@ -158,7 +157,7 @@ def _check_places(options: SupervisedOptions) -> None:
     for flag, name in models.items():
         if name:
             check_model_folder(name, f"--{flag}")
-            check_splits(name, options, f"--{flag}")
+            check_parallel_options(name, options, f"--{flag}")
     check_output_folders(options)
 
 

@@ -15,8 +15,8 @@ from trimtab.config.dump import to_dict
 from trimtab.config.groups import CheckpointOptions, LoggingOptions, RunOptions
 from trimtab.config.sharding import ShardingOptions
 from trimtab.errors import UserError
-from trimtab.models.fingerprint import same_kind
 from trimtab.models.load import TrainedModelOptions
+from trimtab.models.pretrained import same_kind
 
 
 def names_fingerprint(tensors: dict[str, Tensor]) -> str:

@@ -19,11 +19,10 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
-from trimtab.models.keeping import Keeping
 from trimtab.models.load import Loaded, TrainedModelOptions, load_frozen_policy
 from trimtab.models.lora import adapters_off
+from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
 from trimtab.models.policy import Policy
-from trimtab.models.sharded import frozen_is_split, share_rows
 from trimtab.train.task import sums_by_sequence
 
 
@@ -60,12 +59,12 @@ class Reference:
         self.adapters_off = options.lora_rank > 0 and pretrain is None
         split = None
         if not self.adapters_off:
-            split = mesh if frozen_is_split(options, mesh, offload=offload) else None
+            split = mesh if is_frozen_sharded(options, mesh, offload=offload) else None
             loaded = load_frozen_policy(pretrain or options.pretrain, options, device, mesh=split, offload=offload)
-            share_rows(loaded.model, options, mesh, f"the model {pretrain or options.pretrain}")
+            enable_context_parallel(loaded.model, options, mesh, f"the model {pretrain or options.pretrain}")
         assert loaded is not None
         self.model, self.weights = loaded.model, loaded.weights
-        self.keeping = Keeping(device, split, offload and not self.adapters_off)
+        self.keeping = FrozenPlacement(device, split, offload and not self.adapters_off)
         self.keeping.settle(self.model)
 
     @contextlib.contextmanager

@@ -12,10 +12,10 @@ from trimtab.data.data_report import DataReport
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
-from trimtab.models.families import check_can_be_cut
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
-from trimtab.models.sharded_load import settle_path
+from trimtab.models.parallel.sharded_load import settle_path
+from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
 from trimtab.plan.hardware import GIB, of_device, shared
 from trimtab.plan.micro_batches import is_wanted
 from trimtab.plan.workload import Work
@@ -63,7 +63,7 @@ def model_lines(model: PackedModel, options: TrainedModelOptions, device: Device
 
 def _can_be_cut(model: PackedModel, parts: int) -> bool:
     try:
-        check_can_be_cut(model.config, parts, "")
+        check_tensor_parallel(model.config, parts, "")
     except UserError:
         return False
     return True

@@ -10,8 +10,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.files import write_json
-from trimtab.models.load import Loaded
-from trimtab.models.load_reward import load_reward_model, reward_skeleton
+from trimtab.models.load import Loaded, fake_reward_model, load_reward_model
 from trimtab.models.packed import scoring
 from trimtab.models.reward import REWARDS, RewardModel
 from trimtab.train.launch import rehearse, train
@@ -35,7 +34,7 @@ class RMTask(PairTask):
         return load_reward_model(self.options, device, self.tokenizer, self.mesh)
 
     def skeleton(self) -> RewardModel:
-        return reward_skeleton(self.options)
+        return fake_reward_model(self.options)
 
     def loss(self, model: RewardModel, batch: TokenBatch, totals: Totals) -> Share:
         out = model(batch, router=self.balances_experts(model))

@@ -24,8 +24,8 @@ from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
-from trimtab.models.compiled import AtWork
-from trimtab.models.load import Loaded, load_policy, policy_skeleton
+from trimtab.models.compile import AtWork
+from trimtab.models.load import Loaded, fake_policy, load_policy
 from trimtab.models.packed import PackedModel, learned_positions
 from trimtab.models.reward import REWARDS
 from trimtab.train.pass_limit import PassLimit
@@ -91,7 +91,7 @@ class Task:
 
     def skeleton(self) -> PackedModel:
         """The same without its weights."""
-        return policy_skeleton(self.options)
+        return fake_policy(self.options)
 
     def attach(self, loaded: Loaded, device: Device) -> None:
         """Load what the job needs besides the model: a reference, a teacher."""

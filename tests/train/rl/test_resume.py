@@ -10,7 +10,7 @@ import pytest
 
 from tests import warm
 from tests.train.rl.rl_run import ESTIMATORS, ITERATIONS, arguments, assert_identical, result, rows, write_task
-from trimtab.models.compiled import Trial
+from trimtab.models.compile import CompileResult
 from trimtab.train import compiling
 from trimtab.train.rl.loop import RLRun
 
@@ -106,7 +106,7 @@ def test_a_compiler_that_failed_while_the_run_was_told_to_stop_is_asked_again(fo
 def failing_under_a_signal():
     def fail(*_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
-        return Trial("the compiler fails")
+        return CompileResult("the compiler fails")
 
     compiling.compile_layers = fail
     compiling.require_compiler = lambda device: None

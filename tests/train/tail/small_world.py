@@ -21,7 +21,7 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Host, stage_of
 from trimtab.distributed.world import World
 from trimtab.interrupts import StopRequest
-from trimtab.models.sharded import mesh_of
+from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.rewards.types import RewardRequest, RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience

@@ -25,8 +25,8 @@ from trimtab.evaluate.attack.targets import Prompts, Target, read_targets
 from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.tail_risk import share
 from trimtab.files import write_json, write_text
-from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.policy import Policy
+from trimtab.models.pretrained import weights_fingerprint
 from trimtab.progress import RunProgress
 from trimtab.rewards.models import QUESTION, load_classifier_reward
 from trimtab.rewards.types import Reward, RewardRequest

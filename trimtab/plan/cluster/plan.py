@@ -9,7 +9,7 @@ from trimtab.config.placement import ROLES
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.cluster.layout import Layout
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import first_line
+from trimtab.models.pretrained import first_line
 from trimtab.plan.cluster.candidates import UNITS, candidates
 from trimtab.plan.cluster.iteration import Iteration, Timing, activation_bytes
 from trimtab.plan.cluster.shares import EngineShare, Share, Shares

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from trimtab.errors import UserError
-from trimtab.models.families import check_can_be_cut
 from trimtab.models.load import TrainedModelOptions
+from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
 from trimtab.plan.hardware import Machines
 from trimtab.plan.split.layout import CHANGED
 from trimtab.plan.workload import Work
@@ -44,7 +44,7 @@ def candidates(options: TrainedModelOptions, machines: Machines, work: Work, con
 
 def _can_be_cut(config: Any, parts: int) -> bool:
     try:
-        check_can_be_cut(config, parts, "")
+        check_tensor_parallel(config, parts, "")
     except UserError:
         return False
     return True

@@ -3,8 +3,8 @@ it fit."""
 
 from trimtab.config.groups import PASS_SIZES
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import first_line
 from trimtab.models.load import TrainedModelOptions
+from trimtab.models.pretrained import first_line
 from trimtab.plan import advice
 from trimtab.plan.hardware import GIB, Hardware, shared
 from trimtab.plan.memory import FILL, Memory

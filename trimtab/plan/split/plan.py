@@ -9,8 +9,8 @@ from typing import Any
 
 from trimtab.config.groups import PASS_SIZES
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import first_line
 from trimtab.models.load import TrainedModelOptions
+from trimtab.models.pretrained import first_line
 from trimtab.plan.hardware import Hardware, Machines
 from trimtab.plan.memory import PHASES, Memory
 from trimtab.plan.models import PlannedModel, planned_models

@@ -18,8 +18,16 @@ from torch import Tensor, nn
 
 from trimtab.data.batches import Span, sent
 from trimtab.distributed.device import has_kernels
-from trimtab.models.attention import PackedRow, attend_packed, carried, cumulative, register_attention, with_window
-from trimtab.models.varlen import attend_varlen, varlen_applies
+from trimtab.models.attention import (
+    PackedRow,
+    attend_packed,
+    attend_varlen,
+    carried,
+    cumulative,
+    register_attention,
+    varlen_applies,
+    with_window,
+)
 from trimtab.rollout.builtin.kv_cache import KVCache
 
 MOST_TOGETHER = 2**16  # tokens whose keys and values are copied at once, unless one sequence has more
@@ -27,7 +35,7 @@ MOST_TOGETHER = 2**16  # tokens whose keys and values are copied at once, unless
 
 @dataclass
 class VarlenPart:
-    """Sequences that attend in one call (models/varlen.py); keys are those of the flattened cache."""
+    """Sequences that attend in one call (models/attention.py); keys are those of the flattened cache."""
 
     own: slice  # their tokens in the row
     query_starts: Tensor

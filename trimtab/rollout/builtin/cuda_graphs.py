@@ -25,8 +25,8 @@ from trimtab.data.batches import can_pin
 from trimtab.distributed.captures import Graph, capture
 from trimtab.distributed.device import has_graphs
 from trimtab.models.attention import PackedRow
-from trimtab.models.hugging_face import first_line
 from trimtab.models.policy import Policy
+from trimtab.models.pretrained import first_line
 from trimtab.rollout.builtin.attention import MOST_TOGETHER, SinglePart, VarlenPart
 from trimtab.rollout.builtin.fused_layers import precompile
 from trimtab.rollout.builtin.kv_cache import KVCache

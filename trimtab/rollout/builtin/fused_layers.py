@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trimtab.models.hugging_face import first_line
+from trimtab.models.pretrained import first_line
 from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
 from trimtab.rollout.builtin.linear import LoraLinear, int8_weights, lora_linear
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
-from trimtab.models.cut_layers import Local, way_of_work
+from trimtab.models.parallel.tensor_parallel import LocalParameters, local_style
 from trimtab.models.policy import Policy
 
 
@@ -71,7 +71,7 @@ class Int8Layers:
     @torch.no_grad()
     def __enter__(self) -> None:
         for layer in self.layers:
-            way = way_of_work(layer)
+            way = local_style(layer)
             parts = layer._parameters if way is None else way.parts(layer)
             weight_OI = parts["weight"]
             assert weight_OI is not None
@@ -92,7 +92,7 @@ class Int8Layers:
         self._copies.clear()
 
 
-def quantize_int8(weight_OI: Tensor, way: Local | None = None) -> tuple[Tensor, Tensor]:
+def quantize_int8(weight_OI: Tensor, way: LocalParameters | None = None) -> tuple[Tensor, Tensor]:
     """(int8 weights [O, I], fp32 scales [O]), symmetric for each output. `way`: how the layer is split over a
     tensor-parallel group; scales are those of the whole layer, so that results do not depend on the split."""
     largest_O = torch.linalg.vector_norm(weight_OI, torch.inf, 1, dtype=torch.float32)

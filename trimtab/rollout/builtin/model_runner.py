@@ -15,8 +15,7 @@ from trimtab.data.batches import Span
 from trimtab.distributed.device import widest
 from trimtab.errors import UserError
 from trimtab.models.attention import PackedRow, carry, unpadded
-from trimtab.models.lm_head import whole_logits
-from trimtab.models.logits import shaped_logits
+from trimtab.models.lm_head import shaped_logits, whole_logits
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.attention import (
     NAME,

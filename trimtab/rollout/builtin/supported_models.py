@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
-from trimtab.models.comparing import off_by
-from trimtab.models.hugging_face import first_line
+from trimtab.models.compile import off_by
 from trimtab.models.policy import Policy
+from trimtab.models.pretrained import first_line
 from trimtab.rollout.builtin.fused_layers import FusedLayers, precompile
 from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
 from trimtab.rollout.builtin.model_runner import ModelRunner

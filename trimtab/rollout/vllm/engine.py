@@ -19,8 +19,8 @@ import numpy as np
 from trimtab.distributed.alone import be_alone
 from trimtab.distributed.watch import pulse
 from trimtab.errors import RunFailed, UserError
-from trimtab.models.handover import Handover
-from trimtab.models.hugging_face import from_pretrained
+from trimtab.models.pretrained import from_pretrained
+from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.engine import BaseEngine, BaseSession, check_request
 from trimtab.rollout.episode import Task
 from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed, stop_string_end
@@ -317,7 +317,7 @@ class EngineSettings:
 class VLLMEngine(BaseEngine):
     exact = False
 
-    def __init__(self, folder: str, tokenizer: Any, settings: EngineSettings, weights: Handover | None = None):
+    def __init__(self, folder: str, tokenizer: Any, settings: EngineSettings, weights: WeightExport | None = None):
         """`weights`: of a policy in this process."""
         load_vllm()
         from vllm.engine.arg_utils import EngineArgs

@@ -16,10 +16,9 @@ from torch import nn
 from trimtab.config.jobs import RLOptions
 from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.distributed.staging import Place
-from trimtab.models.critic import Critic
-from trimtab.models.load import Loaded, load_policy
-from trimtab.models.load_reward import load_reward_model
+from trimtab.models.load import Loaded, load_policy, load_reward_model
 from trimtab.models.policy import Policy
+from trimtab.models.reward import Critic
 from trimtab.rewards.build import Parts, non_model_rewards, reward_models
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine, build_vllm_engine

@@ -11,10 +11,10 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.staging import Unit
 from trimtab.errors import UserError
 from trimtab.files import check_folder
-from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.packed import PackedModel
+from trimtab.models.parallel.sharded_model import check_parallel_options
+from trimtab.models.pretrained import check_model_folder
 from trimtab.models.rotary import context_in_words, generated_context
-from trimtab.models.splits import check_splits
 from trimtab.rewards.models import same_tokenizer
 from trimtab.train.launch import check_share
 from trimtab.train.rl.recording import Recording
@@ -115,7 +115,7 @@ def check_places(options: RLOptions) -> None:
     for flag, name in models:
         if name:
             check_model_folder(name, f"--{flag}")
-            check_splits(name, options, f"--{flag}")
+            check_parallel_options(name, options, f"--{flag}")
     for flag, place in places_written(options).items():
         check_folder(flag, Path(place))
     if options.record and not options.load_checkpoint and (recording := Recording.of(options)):

@@ -12,7 +12,7 @@ from trimtab.distributed.roles import Group
 from trimtab.distributed.staging import Unit
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World
-from trimtab.models.load import policy_skeleton
+from trimtab.models.load import fake_policy
 from trimtab.plan.micro_batches import (
     default_line,
     for_manifest,
@@ -89,7 +89,7 @@ class Controller:
         return load_stores(self.options, self.tokenizer)
 
     def check_models(self) -> None:
-        check_model(policy_skeleton(self.options), self.options, self.stores)
+        check_model(fake_policy(self.options), self.options, self.stores)
         if self.options.teacher_model:
             check_teacher(self.options, self.tokenizer)
         if self.options.estimator.critic:

@@ -10,7 +10,7 @@ from trimtab.distributed.stopping import heard_by_all, was_told
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
-from trimtab.models.sharded import mesh_of
+from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.plan.micro_batches import with_default_tokens
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult

@@ -26,8 +26,8 @@ from trimtab.algos.policy_losses import (
 from trimtab.algos.supervised_losses import load_balancing_loss
 from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.models.critic import Critic
 from trimtab.models.policy import Policy
+from trimtab.models.reward import Critic
 from trimtab.train.rl.batches import AnswerBatch, TextBatch
 from trimtab.train.task import Share, Totals, counts_by_sequence
 

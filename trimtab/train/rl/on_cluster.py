@@ -21,8 +21,8 @@ from trimtab.distributed.cluster.worker import Job
 from trimtab.distributed.devices import Kind, of_resource
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
-from trimtab.models.hugging_face import quiet_transformers
-from trimtab.models.sharded import mesh_of
+from trimtab.models.parallel.sharded_model import mesh_of
+from trimtab.models.pretrained import quiet_transformers
 from trimtab.train.checkpoint import newest_of_run
 from trimtab.train.endings import last_checkpoint, mark_of_newest
 from trimtab.train.rl.checks import check_shares

@@ -15,7 +15,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
 from trimtab.distributed.peers import Peers
 from trimtab.errors import UserError
-from trimtab.models.load import policy_skeleton
+from trimtab.models.load import fake_policy
 from trimtab.models.rotary import generated_context
 from trimtab.rollout.engine import Engine
 from trimtab.train.launch import load_job_tokenizer
@@ -66,7 +66,7 @@ def as_played(options: RLOptions) -> RLOptions:
         tokenizer = load_job_tokenizer(options)
         changes["apply_chat_template"] = tokenizer.chat_template is not None and options.input_template is None
     if options.episode_max_len is None:
-        changes["episode_max_len"] = generated_context(policy_skeleton(options).config)
+        changes["episode_max_len"] = generated_context(fake_policy(options).config)
         if changes["episode_max_len"] is None:
             raise UserError(
                 f"--pretrain {options.pretrain} does not say how long its context is; give --episode_max_len"

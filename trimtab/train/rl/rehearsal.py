@@ -8,7 +8,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.distributed.cluster.layout import table
 from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Unit
-from trimtab.models.load import policy_skeleton
+from trimtab.models.load import fake_policy
 from trimtab.plan.micro_batches import default_line, uses_default_tokens, with_default_tokens, work_of_prompts
 from trimtab.rewards.build import check_columns, check_reward
 from trimtab.rewards.requests import PromptBatch
@@ -56,7 +56,7 @@ def rehearse_rl(
     if options.pretrain_data:
         load_text(few, tokenizer)
     check_columns(stores, options)
-    model = policy_skeleton(options)
+    model = fake_policy(options)
     check_model(model, options, stores)
     if options.teacher_model:
         check_teacher(options, tokenizer)

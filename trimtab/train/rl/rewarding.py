@@ -8,7 +8,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
-from trimtab.models.compiled import later_problem, leave_plain
+from trimtab.models.compile import compile_problem, disable_compile
 from trimtab.rewards.models import ModelReward, ProcessReward
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, rewards_info
 from trimtab.train.compiling import agreed, settle_layers, told
@@ -31,12 +31,12 @@ class RewardModels(Role):
         return told(settled, "reward model")
 
     def layers_problem(self) -> str:
-        problems = [problem for found, _ in self.models if (problem := later_problem(found.model))]
+        problems = [problem for found, _ in self.models if (problem := compile_problem(found.model))]
         return agreed(self.mesh, problems[0] if problems else "")
 
     def leave_layers_plain(self) -> None:
         for found, _ in self.models:
-            leave_plain(found.model)
+            disable_compile(found.model)
 
     def describe(self) -> dict[str, Any]:
         columns = {name for model, _ in self.models for name in model.columns}

@@ -5,18 +5,18 @@ from typing import Any
 from trimtab.config.jobs import RLOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.link import Outgoing, Plan
-from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
+from trimtab.models.weight_export import WeightExport
 
 
-def handover_of(options: RLOptions, policy: Policy) -> Handover:
-    return Handover(policy, bf16=options.bf16, adapters=options.vllm_sync_lora == "adapter")
+def handover_of(options: RLOptions, policy: Policy) -> WeightExport:
+    return WeightExport(policy, bf16=options.bf16, adapters=options.vllm_sync_lora == "adapter")
 
 
 class Sending:
     """In every process of the policy: of a split one all gather, and those that have a link send."""
 
-    def __init__(self, handover: Handover, device: Device):
+    def __init__(self, handover: WeightExport, device: Device):
         self.handover = handover
         self._outgoing = Outgoing(device.torch)
 

@@ -20,12 +20,12 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Role
 from trimtab.distributed.sharding import sync_gradients
 from trimtab.files import reason
-from trimtab.models.compiled import AtWork, later_problem, leave_plain
-from trimtab.models.critic import Critic
+from trimtab.models.compile import AtWork, compile_problem, disable_compile
 from trimtab.models.load import Loaded
 from trimtab.models.lora import adapters_off
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy
+from trimtab.models.reward import Critic
 from trimtab.models.save import save_model
 from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.average import WeightAverage
@@ -70,10 +70,10 @@ class Trainer(Role):
         return told([settled], self.called)
 
     def layers_problem(self) -> str:
-        return agreed(self.mesh, later_problem(self.model))
+        return agreed(self.mesh, compile_problem(self.model))
 
     def leave_layers_plain(self) -> None:
-        leave_plain(self.model)
+        disable_compile(self.model)
 
     def scores(self) -> list[AtWork]:
         """How its model is asked without gradients."""
@@ -275,10 +275,10 @@ class ReferenceRole(Role):
         return told([settled], self.called)
 
     def layers_problem(self) -> str:
-        return agreed(self.mesh, later_problem(self.reference.model))
+        return agreed(self.mesh, compile_problem(self.reference.model))
 
     def leave_layers_plain(self) -> None:
-        leave_plain(self.reference.model)
+        disable_compile(self.reference.model)
 
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard():

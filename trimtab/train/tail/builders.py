@@ -11,10 +11,9 @@ from typing import Any
 
 from trimtab.config.jobs import TailOptions
 from trimtab.distributed.staging import Place
-from trimtab.models.borrowed import BorrowingPolicy
 from trimtab.models.load import load_policy
-from trimtab.models.modulated import ModulatedPolicy, TwistModel, twist_of
 from trimtab.models.policy import Policy
+from trimtab.models.proposal_policies import SharedBasePolicy, TwistedPolicy, TwistModel, twist_of
 from trimtab.rewards.build import Parts, non_model_rewards
 from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.launch import load_job_tokenizer
@@ -68,7 +67,7 @@ def name_of_start(options: TailOptions) -> str | None:
 
 def _proposal(
     policy: Policy,
-    borrowing: BorrowingPolicy | None,
+    borrowing: SharedBasePolicy | None,
     rewards: Parts,
     options: TailOptions,
     tokenizer: Any,
@@ -86,11 +85,11 @@ def _proposal(
     if borrowing is not None:
         return learner(BorrowingProposal, borrowing), answering(borrowing)
     if options.proposal in HEAD_LAYERS:
-        model = ModulatedPolicy(policy, twist_of(policy, layers=HEAD_LAYERS[options.proposal]))
+        model = TwistedPolicy(policy, twist_of(policy, layers=HEAD_LAYERS[options.proposal]))
         return learner(Modulation, model), answering(model)
     if options.proposal == "modulation_model":
         psi = _second_model(options, place, TwistModel)
-        model = ModulatedPolicy(policy, psi.twist, psi)
+        model = TwistedPolicy(policy, psi.twist, psi)
         return learner(partial(ModulationModel, model), psi), answering(model)
     second = _second_model(options, place)
     return learner(ProposalModel, second), answering(second)
@@ -102,6 +101,6 @@ def _second_model(options: TailOptions, place: Place, within: Callable[[Policy],
     return load_policy(whole, place.device, place.mesh, within=within).model
 
 
-def _borrowing_policy(policy: Policy, options: TailOptions, place: Place) -> BorrowingPolicy:
+def _borrowing_policy(policy: Policy, options: TailOptions, place: Place) -> SharedBasePolicy:
     adapted = dataclasses.replace(options, lora_rank=options.proposal_lora_rank)
-    return BorrowingPolicy(policy, adapted, place.device, split=place.mesh.size > 1)
+    return SharedBasePolicy(policy, adapted, place.device, split=place.mesh.size > 1)

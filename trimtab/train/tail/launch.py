@@ -9,7 +9,7 @@ from trimtab.distributed.roles import Group
 from trimtab.distributed.staging import Unit
 from trimtab.errors import UserError
 from trimtab.evaluate.bad_words import check_countable
-from trimtab.models.load import policy_skeleton
+from trimtab.models.load import fake_policy
 from trimtab.models.policy import Policy
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.launch import load_job_tokenizer
@@ -36,7 +36,7 @@ def rehearse_tail(options: TailOptions) -> list[str]:
             bad = bad_tokens(options, load_job_tokenizer(options))
         except UserError as error:
             return [*lines, f"warning: {error}"]
-        check_countable(vocabulary_of(policy_skeleton(options)), bad, options.generate_max_len)
+        check_countable(vocabulary_of(fake_policy(options)), bad, options.generate_max_len)
     return lines
 
 
@@ -61,7 +61,7 @@ class TailController(Controller):
         super().check_models()
         if self.options.analytic_bad_word_calc:
             bad = bad_tokens(self.options, self.tokenizer)
-            check_countable(vocabulary_of(policy_skeleton(self.options)), bad, self.options.generate_max_len)
+            check_countable(vocabulary_of(fake_policy(self.options)), bad, self.options.generate_max_len)
 
     def manifest(self, actor: dict[str, Any], reward: str) -> dict:
         return super().manifest(actor, reward) | {"run_name": run_name(self.options)}

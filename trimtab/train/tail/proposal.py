@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import whole
-from trimtab.models.modulated import ModulatedPolicy, TwistModel
 from trimtab.models.packed import scoring
+from trimtab.models.proposal_policies import TwistedPolicy, TwistModel
 from trimtab.train.pass_limit import memory_guard
 from trimtab.train.rl.batches import Slice, batches_of
 from trimtab.train.rl.trainer import PolicyTrainer, fetched
@@ -87,7 +87,7 @@ class ModulationModel(ProposalModel):
 
     model: TwistModel
 
-    def __init__(self, modulated: ModulatedPolicy, *parts: Any):
+    def __init__(self, modulated: TwistedPolicy, *parts: Any):
         super().__init__(*parts)
         self.modulated = modulated
 

@@ -8,7 +8,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from trimtab.data import hub
 from trimtab.errors import UserError
-from trimtab.models.weight_files import INDEX, SINGLE, WeightFiles
+from trimtab.models.pretrained import INDEX, SINGLE, WeightFiles
 
 
 @pytest.fixture

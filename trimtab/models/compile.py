@@ -1,13 +1,8 @@
-"""Layers whose element-wise work is compiled into few kernels: in training and scoring passes (--compile).
+"""Two ways to run a layer beside each other, given the same: what compiled layers, and fused ones, are believed by.
 
-Every layer's forward pass is compiled once for all layers and all lengths of a row; attention is left out of it
-(models/attention.py). Engines run the same layers uncompiled: a layer looks at the pass that it carries.
-
-A compiler may break, give other numbers or begin anew with every length. So before the first step compiled layers are
-tried against plain ones (comparing.py), on rows that are the same in every run: which kernels are made depends on the
-first sizes that are met, and a resumed run must have those of the run before it. Nothing is chosen by measuring, for
-the same reason. torch keeps what it has compiled between runs (TORCHINDUCTOR_CACHE_DIR, by default in the folder of
-temporary files).
+Over all layers of a model in half precision rounding adds up: of a random one with 32 layers, gradients may be off by a
+tenth and nothing be wrong. Of one layer it leaves so little that a wrong one stands out. A token that goes to another
+expert by the last bit of its router is not wrong either, so the worst tenth of the tokens is not looked at.
 """
 
 import contextlib
@@ -26,15 +21,101 @@ from torch import Tensor, nn
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.random_state import drawing_aside
+from trimtab.distributed.sharding import local
 from trimtab.errors import UserError
 from trimtab.interrupts import unheard_by_children
+from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import PackedPass, carried
-from trimtab.models.comparing import Comparison
-from trimtab.models.dropout import has_dropout
-from trimtab.models.packed import PackedModel, learned_positions, scoring
-from trimtab.models.recomputing import layers_of
+from trimtab.models.packed import PackedModel, has_dropout, learned_positions, scoring
 from trimtab.models.reward import RewardOutput
-from trimtab.models.selfcheck import probing_batch
+from trimtab.models.selfcheck import probe_batch
+
+Forward = Callable[..., Any]
+
+ADDED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.03}
+"""How far a token may be off, as a share of what the layer adds to it; beside that by as much as it is rounded."""
+WEIGHTS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""How far the gradients of a layer's weights may be off, all together, as a share of them."""
+LOOKED_AT = 0.9  # of the tokens
+
+
+@dataclass(frozen=True)
+class Given:
+    """By one forward pass, and by its backward pass where the model learns."""
+
+    out_TD: Tensor
+    back_TD: Tensor | None
+    weights: list[Tensor]
+
+
+@dataclass
+class Comparison:
+    """Of all layers in one pass of a model, without gradients."""
+
+    learns: bool
+    problem: str = ""  # of the first layer that has one
+
+    def of(self, layer: nn.Module, plain: Forward, compiled: Forward, arguments: Sequence[Any], named: Any) -> Any:
+        """What the plain forward pass gives."""
+        hidden_TD, *others = arguments
+        if not self.problem:
+            slope_TD = torch.arange(hidden_TD.numel(), device=hidden_TD.device).mul(0.7).sin().view_as(hidden_TD)
+            slope_TD = slope_TD.to(hidden_TD.dtype)  # any gradient will do
+            theirs, ours = (self._given(layer, call, hidden_TD, slope_TD, others, named) for call in (plain, compiled))
+            self.problem = _difference(ours, theirs, hidden_TD, slope_TD)
+        return plain(hidden_TD, *others, **named)
+
+    def _given(
+        self, layer: nn.Module, call: Forward, hidden_TD: Tensor, slope_TD: Tensor, others: list[Any], named: Any
+    ) -> Given:
+        with torch.set_grad_enabled(self.learns):
+            start = hidden_TD.detach().requires_grad_(self.learns)
+            out = call(start, *others, **named)
+            out = out[0] if isinstance(out, tuple) else out
+            if not out.requires_grad:
+                return Given(out, None, [])
+            weights = [weight for weight in layer.parameters() if weight.requires_grad]
+            back, *found = torch.autograd.grad(out, [start, *weights], slope_TD, allow_unused=True)
+        return Given(out.detach(), back, [local(gradient) for gradient in found if gradient is not None])
+
+
+def _difference(ours: Given, theirs: Given, hidden_TD: Tensor, slope_TD: Tensor) -> str:
+    """What is too far off; empty: nothing."""
+    if (ours.back_TD is None) != (theirs.back_TD is None) or len(ours.weights) != len(theirs.weights):
+        return "compiled ones give other gradients"
+    off = {"values": _most(off_by(ours.out_TD, theirs.out_TD, hidden_TD))}
+    if ours.back_TD is not None and theirs.back_TD is not None:
+        off["gradients"] = _most(off_by(ours.back_TD, theirs.back_TD, slope_TD))
+    if theirs.weights:
+        a, b = (torch.cat([w.flatten().float() for w in given.weights]) for given in (ours, theirs))
+        off["gradients of weights"] = ((a - b).norm() / (WEIGHTS[hidden_TD.dtype] * b.norm()).clamp_min(1e-30)).item()
+    for what, times in off.items():
+        if not times <= 1:  # also what is no number
+            return f"{what} of compiled ones are off by {times:.2g} times what rounding explains"
+    return ""
+
+
+def off_by(ours_TD: Tensor, theirs_TD: Tensor, before_TD: Tensor) -> Tensor:
+    """How far each token that a layer was given is off after it, beside how far it may be [T]."""
+    ours, theirs, before = (x.float().flatten(0, -2) for x in (ours_TD, theirs_TD, before_TD))
+    rounded_T = torch.finfo(theirs_TD.dtype).eps * theirs.norm(dim=1)
+    allowed_T = ADDED[theirs_TD.dtype] * (theirs - before).norm(dim=1) + rounded_T
+    return (ours - theirs).norm(dim=1) / allowed_T.clamp_min(1e-30)
+
+
+def _most(off_T: Tensor) -> float:
+    return off_T.quantile(LOOKED_AT).item()
+
+
+# ---- Layers whose element-wise work is compiled into few kernels: in training and scoring passes (--compile). Every
+# layer's forward pass is compiled once for all layers and all lengths of a row; attention is left out of it
+# (models/attention.py). Engines run the same layers uncompiled: a layer looks at the pass that it carries. A
+# compiler may break, give other numbers or begin anew with every length. So before the first step compiled
+# layers are tried against plain ones (comparing.py), on rows that are the same in every run: which kernels are
+# made depends on the first sizes that are met, and a resumed run must have those of the run before it. Nothing
+# is chosen by measuring, for the same reason. torch keeps what it has compiled between runs
+# (TORCHINDUCTOR_CACHE_DIR, by default in the folder of temporary files).
+
 
 COMPILER: dict[str, Any] = {"options": {"deterministic": True}}
 """Which compiler; tests take a faster one."""
@@ -51,7 +132,7 @@ Gradients = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Trial:
+class CompileResult:
     problem: str = ""  # why the layers are not compiled; empty: they are
     seconds: float = 0.0
 
@@ -78,7 +159,7 @@ def compile_layers(
     scores: Sequence[AtWork] = (contextlib.nullcontext,),
     gradients: Gradients | None = None,
     router: bool = False,
-) -> Trial:
+) -> CompileResult:
     """Compile a model's layers and try them; where they will not do they are left plain.
 
     `scores`: in each of these it scores; `gradients`: it learns; `router`: and its routers with it. All processes that
@@ -86,25 +167,25 @@ def compile_layers(
     """
     began = time.monotonic()
     if root.path != "packed":
-        return Trial("its rows are padded")
+        return CompileResult("its rows are padded")
     with drawing_aside(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what is left uncompiled
         problem = _problem(root, scores, gradients, router)
     if problem:
-        leave_plain(root)
-    Either.tried = graphs_so_far()
-    return Trial(problem, time.monotonic() - began)
+        disable_compile(root)
+    CompiledLayer.tried = graphs_so_far()
+    return CompileResult(problem, time.monotonic() - began)
 
 
-def leave_plain(root: PackedModel) -> None:
+def disable_compile(root: PackedModel) -> None:
     root.attention.compiled = False
 
 
-def later_problem(root: PackedModel) -> str:
+def compile_problem(root: PackedModel) -> str:
     """What was wrong with a model's compiled layers after they were tried; empty: nothing."""
     if not root.attention.compiled:
         return ""
-    late = graphs_so_far() - Either.tried
+    late = graphs_so_far() - CompiledLayer.tried
     return root.attention.failure or (f"they were compiled anew {late} times" if late > LATE else "")
 
 
@@ -117,7 +198,7 @@ def graphs_so_far() -> int:
 
 def _problem(root: PackedModel, scores: Sequence[AtWork], gradients: Gradients | None, router: bool) -> str:
     """What is wrong with compiled layers; empty: nothing."""
-    rows = [probing_batch(root.config, root.device, _within(root, lengths)) for lengths in (FIRST, OTHER)]
+    rows = [probe_batch(root.config, root.device, _within(root, lengths)) for lengths in (FIRST, OTHER)]
     works: list[tuple[Callable[[TokenBatch], object], bool, AtWork]] = []  # whether it learns, and where it is then
     if gradients is not None:
         works.append((partial(_learn, root, gradients, router), True, contextlib.nullcontext))
@@ -140,7 +221,7 @@ def _problem(root: PackedModel, scores: Sequence[AtWork], gradients: Gradients |
     except Exception as error:  # a compiler raises anything
         if gradients is not None:
             gradients()
-        return _told(error)
+        return _compiler_error(error)
     return ""
 
 
@@ -180,8 +261,8 @@ def _install(root: PackedModel) -> None:
     # is traced, and begins it anew: in every run, since no cache knows of it.
     torch._dynamo.config.specialize_float = True
     for layer in layers_of(root.inner):
-        if not isinstance(layer.forward, Either):
-            layer.forward = Either(layer)
+        if not isinstance(layer.forward, CompiledLayer):
+            layer.forward = CompiledLayer(layer)
 
 
 def _start_processes() -> None:
@@ -193,7 +274,7 @@ def _start_processes() -> None:
         AsyncCompile.warm_pool()
 
 
-class Either:
+class CompiledLayer:
     """A layer's forward pass: as it was compiled in passes that say so, else as it is."""
 
     tried: ClassVar[int] = 0  # pieces of code that were compiled up to the last trial
@@ -215,17 +296,17 @@ class Either:
             return self._compiled(*arguments, **named)
         except torch._dynamo.exc.TorchDynamoException as error:
             # Raised before anything has run, so that this pass can go on. The others follow after the step.
-            self._fails, current.failure = True, _told(error)
+            self._fails, current.failure = True, _compiler_error(error)
             return self._plain(*arguments, **named)
 
     def _learning(self, hidden_TD: Tensor) -> Tensor:
         """The first layer that learns, above embeddings that do not, would be compiled for itself."""
         if hidden_TD.requires_grad or not any(weight.requires_grad for weight in self._layer[0].parameters()):
             return hidden_TD
-        return Asking.apply(hidden_TD, hidden_TD.new_empty((), requires_grad=True))
+        return RequireGradient.apply(hidden_TD, hidden_TD.new_empty((), requires_grad=True))
 
 
-class Asking(torch.autograd.Function):
+class RequireGradient(torch.autograd.Function):
     """Hidden states for which a gradient is asked, and then dropped."""
 
     @staticmethod
@@ -237,7 +318,7 @@ class Asking(torch.autograd.Function):
         return None, None
 
 
-def _told(error: Exception) -> str:
+def _compiler_error(error: Exception) -> str:
     return f"the compiler fails ({' '.join(str(error).split())[:120]})"
 
 

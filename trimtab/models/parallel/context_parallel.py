@@ -1,15 +1,13 @@
-"""Attention over a packed row whose tokens are shared out over processes (models/shares.py).
+"""How the tokens of a packed row are shared out over the processes that work on it together.
 
-Every process has the queries of its own tokens, gathers the keys and values of all, and attends: a piece of a sequence
-sees the sequence up to itself, whoever worked that out. The backward pass gives the gradients of keys and values back
-to their owners, added up. So borrowed prompts, windows, grouped heads and soft caps are what they are in a whole row.
-
-`stride` heads of keys are gathered at a time, the next ones while these are worked with, and nothing that was gathered
-is kept: the backward pass gathers and attends once more. What is kept falls with the number of processes, with gradient
-checkpointing and without.
+The row is cut into twice as many chunks as there are processes, equally long but for a token, and every process gets
+two: the costliest with the cheapest, the next with the last but one, and so on. What a token costs is the number of
+tokens that it attends to. So all have about as many tokens and as much work, in a row that is one sequence and in one
+that is many. Every process works out all shares by itself, and all come to the same.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,17 +19,110 @@ from torch.nn.functional import pad
 
 from trimtab.data.batches import Span
 from trimtab.distributed.peers import Peers
-from trimtab.distributed.portions import begin_gathering, sum_portions
-from trimtab.models.attention import Pad, attend_seen, cumulative
-from trimtab.models.shares import Piece, RowShares
-from trimtab.models.varlen import attend_varlen, varlen_applies
+from trimtab.distributed.portions import begin_gathering, gather_portions, sum_portions
+from trimtab.models.attention import Pad, attend_seen, attend_varlen, cumulative, varlen_applies
+
+Chunk = tuple[int, int]  # its first row, and one past its last
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of one sequence, one after another, that a process works on. They see the sequence up to themselves."""
+
+    first: int  # where they lie among the tokens of the process
+    length: int
+    span: Span
+    end: int  # one past the last of them, counted in the whole sequence with what it borrows
+
+    def keys(self, window: int | None) -> int:
+        """How many tokens they attend to, themselves included."""
+        return self.end - self._begin(window)
+
+    def key_rows(self, window: int | None) -> np.ndarray:
+        """Where these lie in the row."""
+        return self.span.rows()[self._begin(window) : self.end]
+
+    def strips(self, longest: int) -> list["Piece"]:
+        """The same in pieces of at most so many tokens."""
+        begins = range(0, self.length, longest)
+        lengths = [min(longest, self.length - begin) for begin in begins]
+        start = self.end - self.length
+        return [
+            Piece(self.first + begin, length, self.span, start + begin + length)
+            for begin, length in zip(begins, lengths)
+        ]
+
+    def _begin(self, window: int | None) -> int:
+        return 0 if window is None else max(0, self.end - self.length - window + 1)
+
+
+@dataclass(frozen=True)
+class RowSharding:
+    """Of every process the chunks it works on, in the order of the row."""
+
+    chunks: list[list[Chunk]]
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], processes: int) -> "RowSharding":
+        tokens = sum(span.length for span in spans)
+        costs = np.ones(tokens, dtype=np.int64)
+        for span in spans:
+            costs[span.start : span.start + span.length] += np.arange(span.prefix_length, span.whole_length)
+        edges = [tokens * i // (2 * processes) for i in range(2 * processes + 1)]
+        chunks = list(itertools.pairwise(edges))
+        dearest_first = sorted(chunks, key=lambda chunk: -costs[slice(*chunk)].sum())
+        return cls([sorted((dearest_first[i], dearest_first[-1 - i])) for i in range(processes)])
+
+    def rows(self, process: int) -> np.ndarray:
+        """The tokens of a process, as rows of the whole."""
+        return np.concatenate([np.arange(*chunk) for chunk in self.chunks[process]])
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of every process."""
+        return [sum(end - begin for begin, end in chunks) for chunks in self.chunks]
+
+    @property
+    def longest(self) -> int:
+        """What all of them are padded to."""
+        return max(self.counts)
+
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every token of the row: whose it is, and where it lies among theirs."""
+        owner_T, place_T = (np.empty(sum(self.counts), dtype=np.int64) for _ in range(2))
+        for process, count in enumerate(self.counts):
+            owner_T[self.rows(process)] = process
+            place_T[self.rows(process)] = np.arange(count)
+        return owner_T, place_T
+
+    def pieces(self, spans: Sequence[Span], process: int) -> list[Piece]:
+        """What sequences there are in the chunks of a process, in the order of its tokens."""
+        pieces, first = [], 0
+        for begin, end in self.chunks[process]:
+            for span in spans:
+                after, until = max(begin, span.start), min(end, span.start + span.length)
+                if after < until:
+                    end_in_sequence = span.prefix_length + until - span.start
+                    pieces.append(Piece(first + after - begin, until - after, span, end_in_sequence))
+            first += end - begin
+        return pieces
+
+
+# ---- Attention over a packed row whose tokens are shared out over processes (models/parallel/context_parallel.py).
+# Every process has the queries of its own tokens, gathers the keys and values of all, and attends: a piece of a
+# sequence sees the sequence up to itself, whoever worked that out. The backward pass gives the gradients of keys
+# and values back to their owners, added up. So borrowed prompts, windows, grouped heads and soft caps are what
+# they are in a whole row. `stride` heads of keys are gathered at a time, the next ones while these are worked
+# with, and nothing that was gathered is kept: the backward pass gathers and attends once more. What is kept
+# falls with the number of processes, with gradient checkpointing and without.
+
 
 STRIP = 256  # queries that a dense kernel takes at a time: the mask of a strip is as long as its keys
 FILL = 0.8  # share of a block's queries and of its keys that each of its pieces has at least
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextParallel:
     """The processes that work on a row together, and how many heads of keys they gather at a time."""
 
     peers: Peers
@@ -39,7 +130,7 @@ class Context:
 
 
 @dataclass
-class Manner:
+class LayerAttention:
     """How one layer attends."""
 
     scale: float
@@ -56,12 +147,12 @@ class Strips:
     window: int | None
     device: torch.device
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, manner: Manner) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> tuple[Tensor, Tensor]:
         """[queries, heads, D] of the pieces' tokens, and where these lie among those of the process."""
         q = self._block(query, self._queries)
         k, v = (self._block(x, self._keys) for x in (key, value))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = attend_seen(q, k, v, self._seen, manner.scale, manner.softcap)
+        out = attend_seen(q, k, v, self._seen, layer.scale, layer.softcap)
         out = out.transpose(1, 2).flatten(0, 1)
         _, real, rows, _ = self._queries
         return out.index_select(0, real), rows
@@ -137,13 +228,13 @@ class Varlen:
         return cls(query_starts.to(device), key_starts.to(device), key_rows.to(device), max(counts))
 
 
-class SharedRow:
+class ContextRow:
     """The share of this process in a packed row, prepared once and used by every layer."""
 
-    def __init__(self, spans: list[Span], context: Context, device: torch.device):
+    def __init__(self, spans: list[Span], context: ContextParallel, device: torch.device):
         peers = context.peers
         self.context, self.device = context, device
-        shares = RowShares.of(spans, peers.size)
+        shares = RowSharding.of(spans, peers.size)
         self.tokens, self.padded = shares.counts[peers.rank], shares.longest
         self.pieces = shares.pieces(spans, peers.rank)
         self.longest_sequence = max(span.whole_length for span in spans)
@@ -162,23 +253,23 @@ class SharedRow:
         if window is not None and window >= self.longest_sequence:
             window = None
         scale = arguments.get("scaling") or query.shape[-1] ** -0.5
-        manner = Manner(scale, window, arguments.get("softcap"))
+        layer = LayerAttention(scale, window, arguments.get("softcap"))
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [tokens, heads, D]
-        return _Attention.apply(q, k, v, self, manner)[None]
+        return _Attention.apply(q, k, v, self, layer)[None]
 
     # ---- a few heads
 
-    def attend_gathered(self, query: Tensor, key: Tensor, value: Tensor, manner: Manner) -> Tensor:
+    def attend_gathered(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
         """Own queries to the keys of all, which are in the order of the row."""
         if not self.pieces:
             return query.new_zeros(*query.shape[:2], value.shape[-1])
-        if varlen_applies(query, value, manner.softcap, 0.0):
-            pieces = self._prepare(Varlen.of, manner.window)
+        if varlen_applies(query, value, layer.softcap, 0.0):
+            pieces = self._prepare(Varlen.of, layer.window)
             own = query[: self.tokens]
-            out = attend_varlen(own, key, value, pieces, manner.scale, manner.window)
+            out = attend_varlen(own, key, value, pieces, layer.scale, layer.window)
         else:
-            blocks = self._prepare(strips_of, manner.window)
-            results, rows = zip(*(block.attend(query, key, value, manner) for block in blocks))
+            blocks = self._prepare(strips_of, layer.window)
+            results, rows = zip(*(block.attend(query, key, value, layer) for block in blocks))
             out = torch.cat(results).index_select(0, torch.cat(rows).argsort())
         return pad(out, (0, 0, 0, 0, 0, self.padded - self.tokens))
 
@@ -215,13 +306,13 @@ class SharedRow:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, row, manner):
+    def forward(ctx, query, key, value, row, layer):
         ctx.save_for_backward(query, key, value)
-        ctx.row, ctx.manner = row, manner
+        ctx.row, ctx.layer = row, layer
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for some, keys, values in row.gather(key, value):
             reading = _readers(some, query, key)
-            out[:, reading] = row.attend_gathered(query[:, reading], keys, values, manner)
+            out[:, reading] = row.attend_gathered(query[:, reading], keys, values, layer)
         return out
 
     @staticmethod
@@ -232,7 +323,7 @@ class _Attention(torch.autograd.Function):
             reading = _readers(some, query, key)
             inputs = [x.detach().requires_grad_() for x in (query[:, reading], keys, values)]
             with torch.enable_grad():
-                out = ctx.row.attend_gathered(*inputs, ctx.manner)
+                out = ctx.row.attend_gathered(*inputs, ctx.layer)
             if out.requires_grad:
                 found = torch.autograd.grad(out, inputs, gradient[:, reading])
             else:  # nothing but padding here
@@ -246,3 +337,64 @@ def _readers(heads: slice, query: Tensor, key: Tensor) -> slice:
     """The heads of queries that read these heads of keys."""
     groups = query.shape[1] // key.shape[1]
     return slice(heads.start * groups, heads.stop * groups)
+
+
+# ---- Hidden states of a row that several processes work on together, and what is read off them. Every process has
+# the hidden states of its own tokens only, and reads off what it can: log-probs, scores, values. These are a few
+# numbers a token and are gathered, so that whoever uses them sees the whole batch and need not know.
+
+
+Routers = tuple[Tensor, ...] | None
+
+
+@dataclass
+class TokenLocations:
+    """Which of some tokens of a row are here, and where all of them are among what is gathered."""
+
+    here: Tensor
+    places_N: Tensor
+    most: int  # tokens that one process has
+    peers: Peers
+
+    @classmethod
+    def of(cls, row: ContextRow, rows_N: Tensor) -> "TokenLocations":
+        peers, owner_N = row.context.peers, row.owner_T[rows_N]
+        counts = torch.bincount(owner_N, minlength=peers.size)
+        by_owner = owner_N.argsort(stable=True)
+        within = torch.empty_like(owner_N)
+        first = counts.cumsum(0) - counts
+        within[by_owner] = torch.arange(len(owner_N), device=owner_N.device) - first[owner_N[by_owner]]
+        most = max(1, int(counts.max()))
+        return cls((owner_N == peers.rank).nonzero()[:, 0], owner_N * most + within, most, peers)
+
+
+@dataclass
+class RowStates:
+    """Hidden states [N, D] of the tokens that were asked for: all of them, or those that are here."""
+
+    states_ND: Tensor
+    routers: Routers  # of the row's tokens, or of those that are here
+    located: TokenLocations | None = None
+
+    def own(self, values_N: Tensor) -> Tensor:
+        """What belongs to the hidden states, of values for all tokens that were asked for."""
+        return values_N if self.located is None else values_N.index_select(0, self.located.here)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Values [N, ...] of all, from those of the hidden states."""
+        return values if self.located is None else _Whole.apply(values, self.located)
+
+
+class _Whole(torch.autograd.Function):
+    """All processes go on alike with what is gathered: each takes its own part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, located: TokenLocations) -> Tensor:
+        ctx.located = located
+        padded = values.new_zeros(located.most, *values.shape[1:])
+        padded[: len(values)] = values
+        return gather_portions(padded, located.peers).index_select(0, located.places_N)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, ctx.located.here), None

@@ -1,7 +1,7 @@
 """What follows the matrix product of the LM head, each in one pass over a chunk's fp32 logits.
 
 Forward: log Z, the target's logit and, when asked for, E[z] of every row. Backward: the gradient of the raw logits in
-the dtype of the products that come next. The formulas are those of models/logits.py.
+the dtype of the products that come next. The formulas are those of models/lm_head.py.
 """
 
 import torch

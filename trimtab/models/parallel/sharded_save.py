@@ -1,33 +1,76 @@
-"""Write a split model as a Hugging Face folder that no process holds whole.
-
-Tensors are gathered one after another, every process taking part, and written by the process that the file belongs to;
-the others let go of them. Files have at most FILE_BYTES and are dealt out in turn to those that see the folder, so a
-small model is one file of the first process, and a large one is written by all. Kinds of models that are stored in
-another form (Mixtral's experts) are gathered layer by layer, and turned back as Hugging Face does.
-"""
+"""A safetensors file that is written tensor by tensor: shapes are known beforehand, contents come one after another."""
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import split_again
+from trimtab.files import flush
 from trimtab.models.packed import PackedModel
-from trimtab.models.safetensors_stream import SafetensorsStream
-from trimtab.models.stored_weights import Group, StoredWeights
+from trimtab.models.weight_export import Group, HFWeights
+
+NAMES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL"},
+}
+
+
+class SafetensorsWriter:
+    def __init__(self, path: Path, tensors: dict[str, Tensor]):
+        """`tensors`: what will be written, in this order; they need no contents."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, tensor in tensors.items():
+            start, end = end, end + tensor.nbytes
+            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._expected = list(tensors)
+        self._path, self._file = path, path.open("wb")
+        try:
+            self._file.write(len(text).to_bytes(8, "little") + text)
+        except OSError:
+            self.give_up()
+            raise
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        assert name == self._expected.pop(0), name
+        self._file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+    def close(self) -> None:
+        """What was written is on the disk when this returns."""
+        assert not self._expected, self._expected
+        self._file.close()
+        flush(self._path)
+
+    def give_up(self) -> None:
+        with suppress(OSError):  # closing writes what is left over, which fails as before
+            self._file.close()
+
+
+# ---- Write a split model as a Hugging Face folder that no process holds whole. Tensors are gathered one after
+# another, every process taking part, and written by the process that the file belongs to; the others let go of
+# them. Files have at most FILE_BYTES and are dealt out in turn to those that see the folder, so a small model is
+# one file of the first process, and a large one is written by all. Kinds of models that are stored in another
+# form (Mixtral's experts) are gathered layer by layer, and turned back as Hugging Face does.
+
 
 FILE_BYTES = 2 * 10**9
 
 
-class SplitWeights:
+class ShardedWriter:
     def __init__(self, model: PackedModel, mesh: Mesh, *, bf16: bool, head: str):
         """`head`: what a score head is to be called."""
         split_again(model)
         self.model, self.mesh = model.inner, mesh
-        self.stored = StoredWeights(model.inner, bf16=bf16, head=head)
+        self.stored = HFWeights(model.inner, bf16=bf16, head=head)
         self.files = list(self._files())
         count = len(self.files)
         self.names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -58,14 +101,14 @@ class SplitWeights:
         stream, problem = None, None
         if path is not None:
             try:
-                stream = SafetensorsStream(path, {name: t for _, after in groups for name, t in after.items()})
+                stream = SafetensorsWriter(path, {name: t for _, after in groups for name, t in after.items()})
             except OSError as error:
                 problem = (error.errno or 0, error.strerror or str(error))
         for names, after in groups:
             gathered = {name: self._gathered(name, keep=stream is not None) for name in names}
             if stream is None:
                 continue
-            turned = self.stored.turned_back({name: tensor for name, tensor in gathered.items() if tensor is not None})
+            turned = self.stored.to_hf({name: tensor for name, tensor in gathered.items() if tensor is not None})
             gathered.clear()
             try:
                 for name in after:

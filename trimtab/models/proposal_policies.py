@@ -1,26 +1,103 @@
-"""A policy times what a head on its hidden states has learnt: q is p psi, normalised over the vocabulary.
+"""A second model on a policy's own weights: only its adapters are its own.
 
-    modulation_linear_head    log psi = W h + b
-    modulation_nn_head        three layers with ReLU between them
-    modulation_model          W h + b of hidden states of a model of its own
-
-The last layer begins at zero, so that q begins as p. The policy inside is the trained one itself; a model of its own
-runs beside it, layer behind layer, so that an engine sees one model with twice the layers.
+In one process its parameters are the policy's memory under another name. Where the policy is split over processes they
+hold nothing, and are lent the gathered weights while the model works.
 """
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
+from trimtab.distributed.device import Device
 from trimtab.distributed.sharding import gathered
-from trimtab.models.lm_head import token_log_probs
-from trimtab.models.logits import PLAIN, LogitShape, shaped_logits
-from trimtab.models.packed import PackedModel, scoring
+from trimtab.models.lm_head import PLAIN, LogitShape, shaped_logits, token_log_probs
+from trimtab.models.load import prepare_training
+from trimtab.models.lora import adapters_aside, add_adapters
+from trimtab.models.packed import PackedModel, scoring, switch_off_dropout
 from trimtab.models.policy import Policy, PolicyOutput
+from trimtab.models.selfcheck import use_attention
+
+Place = tuple[nn.Module, str]
+
+
+class SharedBasePolicy(Policy):
+    """The policy's frozen or current weights, without its adapters if it has any, and adapters of its own."""
+
+    def __init__(self, owner: Policy, options: RLOptions, device: Device, *, split: bool):
+        """`options`: of the adapters; `split`: the owner is split over processes."""
+        model, loans = _hollow(owner, options) if split else (_copy(owner), [])
+        super().__init__(add_adapters(model, options), owner.path)
+        if split:
+            prepare_training(self, options, device)
+        self._loans = loans
+        self._give_back()
+        # Not a part of this module: its weights are the policy's to train and to save.
+        self._owner = [owner]
+        self.train()
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """With the owner's weights. Every process must enter."""
+        if not self._loans:
+            yield
+            return
+        with gathered(self._owner[0]):
+            for parameter, (module, name) in self._loans:
+                parameter.data = getattr(module, name).data
+            try:
+                yield
+            finally:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        for parameter, _ in self._loans:
+            parameter.data = parameter.new_empty(0)
+
+
+def _copy(owner: Policy) -> nn.Module:
+    """The owner's modules without its adapters, on its own memory."""
+    memo = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in owner.model.parameters()}
+    model = copy.deepcopy(owner.model, memo | {id(buffer): buffer for buffer in owner.model.buffers()})
+    return model.unload() if hasattr(model, "peft_config") else model
+
+
+def _hollow(owner: Policy, options: RLOptions) -> tuple[nn.Module, list[tuple[nn.Parameter, Place]]]:
+    """The same modules with parameters that take no memory, and where the owner has what they are to be lent."""
+    with torch.device("meta"):
+        model = type(owner.inner)._from_config(copy.deepcopy(owner.config), dtype=torch.float32)
+    use_attention(model, owner.config._attn_implementation)
+    if not options.keep_dropout:
+        switch_off_dropout(model)
+    made: dict[int, nn.Parameter] = {}
+    loans = []
+    with adapters_aside(owner.inner):
+        for name, module in model.named_modules():
+            theirs = owner.inner.get_submodule(name)
+            module._buffers = dict(theirs._buffers)
+            for leaf, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                # What is tied is told by the owner's parameters: files may hold two where the configuration ties.
+                lent = id(getattr(theirs, leaf))
+                if lent not in made:
+                    hollow = torch.zeros((), device=owner.device).expand(parameter.shape)
+                    made[lent] = nn.Parameter(hollow, requires_grad=False)
+                    loans.append((made[lent], (theirs, leaf)))
+                module._parameters[leaf] = made[lent]
+    return model, loans
+
+
+# ---- A policy times what a head on its hidden states has learnt: q is p psi, normalised over the vocabulary.
+# modulation_linear_head log psi = W h + b modulation_nn_head three layers with ReLU between them
+# modulation_model W h + b of hidden states of a model of its own The last layer begins at zero, so that q begins
+# as p. The policy inside is the trained one itself; a model of its own runs beside it, layer behind layer, so
+# that an engine sees one model with twice the layers.
 
 
 class Twist(nn.Module):
@@ -43,7 +120,7 @@ class Twist(nn.Module):
         return (body_ND * self.last.weight[tokens_N]).sum(-1) + self.last.bias[tokens_N]
 
 
-class ModulatedHead(nn.Module):
+class TwistedHead(nn.Module):
     def __init__(self, policy: Policy, twist: Twist, *, beside: bool):
         """`beside`: the hidden states are the policy's and, beside them, those of a model that psi is read from."""
         super().__init__()
@@ -56,7 +133,7 @@ class ModulatedHead(nn.Module):
         return shaped_logits(self.policy.head(own_ND), self.policy.logit_shape, 1.0) + self.twist(twisting_ND)
 
 
-class ModulatedPolicy(nn.Module):
+class TwistedPolicy(nn.Module):
     """What an engine and a learner know of a policy, with another head."""
 
     path = "packed"
@@ -64,8 +141,8 @@ class ModulatedPolicy(nn.Module):
     def __init__(self, policy: Policy, twist: Twist, psi: "TwistModel | None" = None):
         super().__init__()
         self.policy, self.twist, self.psi = policy, twist, psi
-        self.head = ModulatedHead(policy, twist, beside=psi is not None)
-        self._inner = [policy.inner if psi is None else SideBySide(policy.inner, psi.inner)]
+        self.head = TwistedHead(policy, twist, beside=psi is not None)
+        self._inner = [policy.inner if psi is None else PairedModel(policy.inner, psi.inner)]
 
     @property
     def model(self) -> Twist:
@@ -124,7 +201,7 @@ class TwistModel(PackedModel):
         return self.twist.of(self.hidden(batch)[0][batch.predictors_N], batch.targets_N)
 
 
-class SideBySide(nn.Module):
+class PairedModel(nn.Module):
     """Two models of one kind as one: hidden states beside each other, the second's layers run after the first's."""
 
     def __init__(self, first: nn.Module, second: nn.Module):

@@ -5,15 +5,15 @@ import torch
 
 from tests.tiny import tiny_model
 from trimtab.config.groups import LoraOptions
-from trimtab.models.handover import Handover
 from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
+from trimtab.models.weight_export import WeightExport
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
 def handed_over(policy: Policy, **how) -> dict[str, torch.Tensor]:
-    handover = Handover(policy, bf16=False, **how)
+    handover = WeightExport(policy, bf16=False, **how)
     found = dict(handover.tensors())
     told = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in found.items()]
     assert handover.described() == told
@@ -64,13 +64,13 @@ def test_adapters_come_under_pefts_names(tmp_path):
     found = handed_over(policy, adapters=True)
     assert found.keys() == saved.keys()
     assert all(torch.equal(found[name], saved[name]) for name in saved)
-    config = Handover(policy, bf16=False, adapters=True).adapter_config()
+    config = WeightExport(policy, bf16=False, adapters=True).adapter_config()
     assert (config["r"], config["lora_alpha"]) == (4, 8) and any("q_proj" in m for m in config["target_modules"])
 
 
 def test_the_weights_are_those_of_the_moment():
     policy = Policy(tiny_model("llama_tied"))
-    handover = Handover(policy, bf16=True)
+    handover = WeightExport(policy, bf16=True)
     with torch.no_grad():
         policy.inner.get_input_embeddings().weight.fill_(0.5)
     found = dict(handover.tensors())

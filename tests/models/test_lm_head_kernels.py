@@ -8,15 +8,14 @@ from torch import nn
 
 from tests.models.test_lm_head import full_logits
 from tests.rollout.kernel_device import DEVICE
-from trimtab.models.kernels import head as kernels
-from trimtab.models.lm_head import token_log_probs
-from trimtab.models.logits import LogitRows, LogitShape, logit_gradient, read_logits
+from trimtab.models import lm_head_kernels as kernels
+from trimtab.models.lm_head import LogitRows, LogitShape, logit_gradient, read_logits, token_log_probs
 
 
 @pytest.fixture(autouse=True)
 def with_kernels(monkeypatch):
     """The head asks for them, and rows take several turns."""
-    monkeypatch.setattr("trimtab.models.logits.has_kernels", lambda device: True)
+    monkeypatch.setattr("trimtab.models.lm_head.has_kernels", lambda device: True)
     monkeypatch.setattr(kernels, "READ", (16, 1))
     monkeypatch.setattr(kernels, "TURNED", (16, 1))
 

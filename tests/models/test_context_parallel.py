@@ -8,7 +8,7 @@ from tests.models import sharing
 from tests.tiny import tiny_model
 from trimtab.data.batches import Span
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.models.shares import RowShares
+from trimtab.models.parallel.context_parallel import RowSharding
 
 LONG_ROW = [Span(0, 257)]
 PACKED = sharing.batch_of(sharing.PACKED).spans
@@ -18,7 +18,7 @@ BORROWED = sharing.batch_of(sharing.BORROWED).spans
 @pytest.mark.parametrize("spans", [LONG_ROW, PACKED, BORROWED, [Span(0, 3)]])
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_every_token_is_worked_on_once_and_sees_its_sequence_up_to_itself(spans, processes):
-    shares = RowShares.of(spans, processes)
+    shares = RowSharding.of(spans, processes)
     rows = [shares.rows(process) for process in range(processes)]
     assert sorted(np.concatenate(rows).tolist()) == list(range(sum(s.length for s in spans)))
     assert max(map(len, rows)) == shares.longest and max(shares.counts) - min(shares.counts) <= 2
@@ -39,7 +39,7 @@ def test_every_token_is_worked_on_once_and_sees_its_sequence_up_to_itself(spans,
 
 @pytest.mark.parametrize(("spans", "processes"), [(LONG_ROW, 2), (LONG_ROW, 4), (PACKED, 2)])
 def test_work_is_shared_out_evenly(spans, processes):
-    shares = RowShares.of(spans, processes)
+    shares = RowSharding.of(spans, processes)
     work = [
         sum(sum(range(piece.end - piece.length + 1, piece.end + 1)) for piece in shares.pieces(spans, process))
         for process in range(processes)

@@ -17,13 +17,13 @@ from tests import warm
 from tests.tiny import FAMILIES, tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.errors import UserError
-from trimtab.models import compiled
-from trimtab.models.compiled import COMPILER, Either, compile_layers, graphs_so_far
+from trimtab.models import compile as compiled
+from trimtab.models.activation_memory import enable_gradient_checkpointing, layers_of
+from trimtab.models.compile import COMPILER, CompiledLayer, compile_layers, graphs_so_far
 from trimtab.models.lora import adapters_off, add_adapters
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
-from trimtab.models.recomputing import layers_of, recompute
-from trimtab.models.selfcheck import choose_path, probing_batch
+from trimtab.models.selfcheck import choose_path, probe_batch
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
 
@@ -51,7 +51,7 @@ def taking(policy):
 
 
 def gradient(policy, lengths):
-    values = policy(probing_batch(policy.config, CPU, lengths)).log_probs_N
+    values = policy(probe_batch(policy.config, CPU, lengths)).log_probs_N
     (values * torch.linspace(1, 2, len(values))).sum().backward()
     return values.detach(), torch.cat([g.flatten() for g in taking(policy)()])
 
@@ -72,10 +72,10 @@ def test_compiled_passes_are_plain_ones_and_an_engine_runs_none():
         torch.testing.assert_close(ours, values)
         torch.testing.assert_close(our_slopes, slopes, rtol=1e-4, atol=1e-5)
     with scoring(policy):
-        torch.testing.assert_close(policy(probing_batch(policy.config, CPU, (40, 9))).log_probs_N, plain[0][0])
+        torch.testing.assert_close(policy(probe_batch(policy.config, CPU, (40, 9))).log_probs_N, plain[0][0])
     calls = []
     for layer in layers_of(policy.inner):
-        assert isinstance(layer.forward, Either)
+        assert isinstance(layer.forward, CompiledLayer)
         layer.forward._compiled = lambda *a, **k: calls.append(1)
     after = [rollout.ids for rollout in engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=5, n=2))]
     assert after == before and not calls and graphs_so_far() == graphs  # no row met something new
@@ -196,9 +196,9 @@ def test_without_a_compiler_it_is_said_in_one_line(monkeypatch):
 @pytest.mark.long
 def test_adapters_on_and_off_and_layers_that_recompute():
     policy = adapted_policy()
-    recompute(policy, SFTOptions(gradient_checkpointing=True, gradient_checkpointing_layers=1))
+    enable_gradient_checkpointing(policy, SFTOptions(gradient_checkpointing=True, gradient_checkpointing_layers=1))
     off = partial(adapters_off, policy.model)
-    row = probing_batch(policy.config, CPU, (40, 9))
+    row = probe_batch(policy.config, CPU, (40, 9))
 
     def everything():
         with off(), scoring(policy):

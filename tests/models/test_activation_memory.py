@@ -8,9 +8,8 @@ from tests.tiny import FAMILIES, tiny_model
 from trimtab.config.checks import settled_and_checked
 from trimtab.config.jobs import SFTOptions
 from trimtab.errors import UserError
-from trimtab.models.offloading import Kept, MainMemory
+from trimtab.models.activation_memory import ActivationOffload, OffloadedTensor, enable_gradient_checkpointing
 from trimtab.models.policy import Policy
-from trimtab.models.recomputing import recompute
 from trimtab.models.selfcheck import choose_path
 from trimtab.plan.fake_model import LiveBytes
 
@@ -30,9 +29,9 @@ def options_of(way):
 def gradients(family, way, *, away=False):
     policy = Policy(tiny_model(family))
     choose_path(policy)
-    recompute(policy, options_of(way))
+    enable_gradient_checkpointing(policy, options_of(way))
     if away:
-        policy.activations = MainMemory(policy, small=64)
+        policy.activations = ActivationOffload(policy, small=64)
     policy.train()
     batch = batch_of([5, 9, 4], seed=3)
     policy(batch).log_probs_N.sum().backward()
@@ -50,9 +49,11 @@ def test_gradients_are_the_same_whatever_is_kept(family):
 @pytest.mark.parametrize("family", ["llama_tied", "mixtral", "gpt2"])
 def test_activations_come_back_from_main_memory_as_they_went(family, monkeypatch):
     sizes = []
-    keep = Kept.__init__
+    keep = OffloadedTensor.__init__
     monkeypatch.setattr(
-        Kept, "__init__", lambda self, tensor, *more: (sizes.append(tensor.numel()), keep(self, tensor, *more))[1]
+        OffloadedTensor,
+        "__init__",
+        lambda self, tensor, *more: (sizes.append(tensor.numel()), keep(self, tensor, *more))[1],
     )
     expected = gradients(family, "everything")
     found = gradients(family, "nothing", away=True)
@@ -67,7 +68,7 @@ def test_what_is_kept_grows_with_what_is_asked_for():
     for way in WAYS:
         policy = Policy(tiny_model("llama"))
         choose_path(policy)
-        recompute(policy, options_of(way))
+        enable_gradient_checkpointing(policy, options_of(way))
         policy.train()
         with LiveBytes([*policy.parameters(), *policy.buffers()]) as live:
             loss = policy(batch_of([40, 60], seed=3)).log_probs_N.sum()
@@ -106,4 +107,4 @@ def test_what_does_not_go_together_is_refused(changes, line):
 def test_more_layers_than_there_are_are_refused():
     options = SFTOptions(gradient_checkpointing=True, gradient_checkpointing_layers=3)
     with pytest.raises(UserError, match=r"^--gradient_checkpointing_layers 3: LlamaForCausalLM has 2 layers"):
-        recompute(Policy(tiny_model("llama")), options)
+        enable_gradient_checkpointing(Policy(tiny_model("llama")), options)

@@ -7,24 +7,30 @@ which tests hold it to; where they are not as expected the model has to be loade
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trimtab.config.groups import LoadOptions
+from trimtab.data.hub import hub_or_cache
 from trimtab.distributed.blocks import blocks_of
+from trimtab.distributed.device import Device
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.random_state import drawing_aside
-from trimtab.distributed.sharding import local
+from trimtab.distributed.sharding import keep_part, local
+from trimtab.models.lora import adapters_aside
 from trimtab.models.packed import PackedModel
-from trimtab.models.weight_files import WeightFiles
+from trimtab.models.pretrained import WeightFiles, fake_model, quiet_transformers, refuse_fresh_weights
+from trimtab.models.reward import HEAD
+from trimtab.models.selfcheck import Verdict, choose_path_without_weights
 
 Found = dict[str, set]
 """What loading found, as Hugging Face tells it: missing_keys, and mismatched_keys (name, shape there, shape needed)."""
 
 
-class ByName:
+class DirectReader:
     """Parameters are read under their own names. `spare`: a module whose weights need not be there."""
 
     def __init__(self, model: nn.Module, files: WeightFiles, spare: str | None):
@@ -37,7 +43,7 @@ class ByName:
     def _fits(self, model: nn.Module, name: str, key: str) -> bool:
         return self.files.shape(key) == tuple(_tensor(model, name).shape)
 
-    def fill(self, model: nn.Module) -> Found:
+    def fill_weights(self, model: nn.Module) -> Found:
         filled = set()
         with torch.no_grad():
             for name, key in self.keys.items():
@@ -49,13 +55,13 @@ class ByName:
         return self.found
 
 
-class ByConversion:
+class ConvertingReader:
     """Parameters are made by transformers' own loader. `renamed`: patterns of names in the files and what they mean."""
 
     def __init__(self, files: WeightFiles, renamed: dict[str, str] | None):
         self.files, self.renamed = files, renamed
 
-    def fill(self, model: nn.Module) -> Found:
+    def fill_weights(self, model: nn.Module) -> Found:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -70,23 +76,23 @@ class ByConversion:
         return {"missing_keys": found.missing_keys, "mismatched_keys": found.mismatched_keys}
 
 
-Filling = ByName | ByConversion
+WeightReader = DirectReader | ConvertingReader
 
 
-def choose_filling(
+def choose_reader(
     model: nn.Module, files: WeightFiles, processes: int, *, spare: str | None, renamed: dict[str, str] | None
-) -> Filling | None:
-    """How a skeleton is filled from these files in parts; None: it cannot be."""
+) -> WeightReader | None:
+    """How a fake_model is filled from these files in parts; None: it cannot be."""
     converters = _converters(model)
     if converters is None:
         return None
-    by_name = ByName(model, files, spare)
+    by_name = DirectReader(model, files, spare)
     if by_name.suits and not converters and not renamed:
         return by_name
     # A stack of fewer experts than processes leaves some with nothing to stack.
     if any(p.ndim > 2 and p.shape[0] < processes for p in model.parameters()):
         return None
-    return ByConversion(files, renamed)
+    return ConvertingReader(files, renamed)
 
 
 def _converters(model: nn.Module) -> list[Any] | None:
@@ -125,36 +131,16 @@ def mismatched(model: nn.Module, files: WeightFiles) -> set[tuple]:
     }
 
 
-def fill(module: PackedModel, filling: Filling, device: torch.device, *, offload: bool) -> Found:
-    """Memory and contents for every part of a skeleton that is split; adapters get memory only."""
-    if isinstance(filling, ByName):
+def fill_weights(module: PackedModel, reader: WeightReader, device: torch.device, *, offload: bool) -> Found:
+    """Memory and contents for every part of a fake_model that is split; adapters get memory only."""
+    if isinstance(reader, DirectReader):
         materialise(module, device, offload=offload)
         compute_buffers(module.inner)
     with adapters_aside(module.inner):
-        found = filling.fill(module.inner)
-    if isinstance(filling, ByConversion):
+        found = reader.fill_weights(module.inner)
+    if isinstance(reader, ConvertingReader):
         materialise(module, device, offload=offload)
     return found
-
-
-@contextmanager
-def adapters_aside(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's modules have the names and places that they have without adapters."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper
-
-    replaced = []
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, BaseTunerLayer | ModulesToSaveWrapper):
-                plain = child.get_base_layer() if isinstance(child, BaseTunerLayer) else child.original_module
-                replaced.append((parent, name, child))
-                setattr(parent, name, plain)
-    try:
-        yield
-    finally:
-        for parent, name, child in replaced:
-            setattr(parent, name, child)
 
 
 def materialise(module: nn.Module, device: torch.device, *, offload: bool) -> None:
@@ -209,3 +195,86 @@ def _fill(tensor: Tensor, files: WeightFiles, key: str) -> None:
     for block in blocks_of(tensor):
         if block.size:
             local(tensor)[block.held].copy_(files.read(key, block.slices))
+
+
+# ---- Load a model that no process holds whole. A fake_model without weights is settled in everything - dropout,
+# adapters, path, precision - and split; then each process makes room for its own parts and reads them from the
+# files.
+
+
+@dataclass
+class EmptyModel:
+    """A fake_model, and how it will be filled."""
+
+    model: nn.Module
+    reader: WeightReader
+    weights: str  # fingerprint of the files
+    has_head: bool  # a decoder's score head is in the files
+
+
+def begin_sharded_load(
+    pretrain: str, loader: Any, options: LoadOptions, mesh: Mesh, flag: str, *, head: str | None = None, **more: Any
+) -> EmptyModel | None:
+    """None: it cannot be filled in parts. `head`: what a score head is called in the files, where it may be missing;
+    `more`: for the configuration."""
+    quiet_transformers()
+    files = WeightFiles.find(pretrain, flag)
+    if files is None:
+        return None
+    building: dict[str, Any] = {"dtype": torch.float32}
+    if options.attn_implementation is not None:
+        building["attn_implementation"] = options.attn_implementation
+    model = fake_model(pretrain, loader, flag, building=building, **more)
+    _read_generation_config(model, pretrain)
+    untie_different(model, files)
+    spare = HEAD if head is not None else None
+    renamed = {rf"^{head}\.": f"{HEAD}."} if head not in (None, HEAD) and f"{head}.weight" in files else None
+    reader = choose_reader(model, files, mesh.gradients.size, spare=spare, renamed=renamed)
+    if reader is None:
+        return None
+    wrong = {entry for entry in mismatched(model, files) if entry[0] != f"{spare}.weight"}
+    refuse_fresh_weights(pretrain, {"mismatched_keys": wrong, "missing_keys": set()}, flag=flag)
+    stored = [files.shape(name) for name in (f"{head}.weight", f"{HEAD}.weight") if name in files]
+    has_head = hasattr(model, HEAD) and tuple(getattr(model, HEAD).weight.shape) in stored
+    return EmptyModel(model, reader, files.fingerprint(), has_head)
+
+
+def settle_path(module: PackedModel, options: LoadOptions, device: Device) -> Verdict:
+    """In fp32 on the CPU, unless an attention implementation was asked for that may know only half precision, or only
+    the accelerator."""
+    if options.attn_implementation is None:
+        return choose_path_without_weights(module, packed_allowed=True, dtype=torch.float32, device=torch.device("cpu"))
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    return choose_path_without_weights(module, packed_allowed=False, dtype=dtype, device=device.torch)
+
+
+def cast_frozen(module: nn.Module) -> None:
+    """To bf16 what has no gradient and so needs no fp32 master. A head that is trained in a copy is copied first."""
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad and parameter.is_floating_point() and ".original_module." not in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def set_head(module: PackedModel, weight: Tensor | None) -> None:
+    """Give the score head its weight, if it was drawn; and the copy of it that is trained beside adapters."""
+    head = getattr(module.inner, HEAD)
+    copies = getattr(head, "modules_to_save", None)
+    original = head if copies is None else head.original_module
+    with torch.no_grad():
+        if weight is not None:
+            keep_part(weight, original.weight)
+        for copied in (copies or {}).values():
+            copied.weight.copy_(original.weight)
+
+
+def _read_generation_config(model: nn.Module, pretrain: str) -> None:
+    """As from_pretrained does: from the model's own file, if it has one."""
+    from transformers import GenerationConfig
+
+    if not model.can_generate():
+        return
+    try:
+        with hub_or_cache() as reachable:
+            model.generation_config = GenerationConfig.from_pretrained(pretrain, local_files_only=not reachable)
+    except (OSError, TypeError):
+        pass

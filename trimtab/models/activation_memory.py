@@ -1,0 +1,165 @@
+"""Gradient checkpointing: layers that compute again in the backward pass what their forward pass did not keep.
+
+A layer that recomputes keeps its input, and of what it computes what is asked for:
+
+    nothing    everything is computed again
+    attention  not what attention's kernel gave
+    products   not what attention's kernel and the matrix products gave: norms, rotations and activations only
+
+Gradients are the same, bit for bit. Attention that runs without a kernel of its own (with a soft cap, say) is made of
+products.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from trimtab.config.groups import BackwardOptions
+from trimtab.distributed.sharding import local
+from trimtab.errors import UserError
+
+if TYPE_CHECKING:
+    from trimtab.models.packed import PackedModel
+
+ATTENTION = (
+    "_flash_attention_forward",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+
+
+def enable_gradient_checkpointing(module: "PackedModel", options: BackwardOptions) -> None:
+    """As the options say; without --gradient_checkpointing nothing."""
+    if not options.gradient_checkpointing:
+        return
+    reentrant = options.gradient_checkpointing_use_reentrant
+    arguments: dict[str, Any] = {"use_reentrant": reentrant}
+    if options.gradient_checkpointing_keep != "nothing":
+        kept = _operators(ATTENTION)
+        if options.gradient_checkpointing_keep == "products":
+            kept |= _operators(PRODUCTS)
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+    module.inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
+    if reentrant:
+        module.inner.enable_input_require_grads()  # a frozen embedding would cut the reentrant graph
+    number = options.gradient_checkpointing_layers
+    if isinstance(number, int):  # auto, where nobody has planned: all
+        set_checkpointed_layers(module.inner, number)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a Hugging Face model, split over processes or not."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def set_checkpointed_layers(model: nn.Module, number: int) -> None:
+    """Have so many of the layers recompute; all were asked to."""
+    layers = layers_of(model)
+    if number > len(layers):
+        name = type(model).__name__
+        raise UserError(f"--gradient_checkpointing_layers {number}: {name} has {len(layers)} layers; ask for fewer")
+    for place, layer in enumerate(layers):
+        layer.gradient_checkpointing = (place + 1) * number // len(layers) > place * number // len(layers)
+
+
+def _policy(kept: set[Any], _: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _operators(names: tuple[str, ...]) -> set[Any]:
+    return {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
+
+
+# ---- What a forward pass keeps for its backward pass, in main memory instead of the accelerator's
+# (--offload_activations). Only what autograd itself is given to keep goes there: with gradient checkpointing the
+# input of every layer. What layers compute inside is computed again, where it is needed. Left here are weights,
+# which are not copied for being used, and small tensors, which are not worth the way. On an accelerator copies
+# go on a stream of their own, out while the next layer works, and back one layer ahead of the backward pass. On
+# a CPU they are plain copies, of use to nobody but a test.
+
+
+SMALL = 2**20  # bytes
+
+
+class ActivationOffload:
+    def __init__(self, module: nn.Module, small: int = SMALL):
+        self._module, self._small = [module], small  # in a list: not a part of the module
+        self._stream: Any = None
+
+    @contextlib.contextmanager
+    def instead(self) -> Iterator[None]:
+        """Inside, what is kept for a backward pass goes away; it is brought back when that pass asks for it."""
+        weights = {local(p).untyped_storage()._cdata for p in self._module[0].parameters()}
+        newest: list[OffloadedTensor] = []
+
+        def keep(tensor: Tensor) -> "Tensor | OffloadedTensor":
+            if tensor.nbytes < self._small or tensor.untyped_storage()._cdata in weights:
+                return tensor
+            kept = self._send_away(tensor, newest.pop() if newest else None)
+            newest.append(kept)
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, _bring_back):
+            yield
+
+    def _send_away(self, tensor: Tensor, before: "OffloadedTensor | None") -> "OffloadedTensor":
+        return OffloadedTensor(tensor, self._stream_of(tensor.device), before)
+
+    def _stream_of(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return None
+        if self._stream is None:
+            self._stream = torch.Stream(device=device)
+        return self._stream
+
+
+class OffloadedTensor:
+    """A tensor that is away."""
+
+    def __init__(self, tensor: Tensor, stream: Any, before: "OffloadedTensor | None"):
+        """`before`: what was kept before it, and will be asked for after it."""
+        self.device, self.stream, self.before = tensor.device, stream, before
+        self._back: Tensor | None = None
+        self._away = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None, requires_grad=False)
+        if stream is None:
+            self._away.copy_(tensor)
+            return
+        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with stream:
+            self._away.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)  # its memory is not given to another before it is copied
+
+    def send_back(self) -> None:
+        """On its way; it is not there before the stream has come so far."""
+        if self._back is None:
+            with self.stream or contextlib.nullcontext():
+                self._back = torch.empty_like(self._away, device=self.device)
+                self._back.copy_(self._away, non_blocking=True)
+
+    def back(self) -> Tensor:
+        self.send_back()
+        found = self._back
+        assert found is not None
+        if self.stream is not None:
+            here = torch.accelerator.current_stream(self.device)
+            here.wait_stream(self.stream)
+            found.record_stream(here)
+        self._back = None  # whoever asked for it holds it
+        if self.before is not None:
+            self.before.send_back()
+        return found
+
+
+def _bring_back(kept: "Tensor | OffloadedTensor") -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.back()

@@ -1,0 +1,195 @@
+"""Over which processes a model is split, and which parts of it, from the options of a job."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from trimtab.config.groups import DropoutOptions, LoraOptions
+from trimtab.config.jobs import SupervisedOptions
+from trimtab.config.learner import LearnerOptions
+from trimtab.config.rl_jobs import RLOptions
+from trimtab.config.sharding import ShardingOptions
+from trimtab.distributed.device import Device
+from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
+from trimtab.distributed.world import World
+from trimtab.errors import UserError
+from trimtab.models.lora import refuse_adapted_experts
+from trimtab.models.packed import PackedModel, scoring
+from trimtab.models.parallel.context_parallel import ContextParallel
+from trimtab.models.parallel.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, key_value_heads_used
+from trimtab.models.pretrained import from_pretrained
+from trimtab.models.selfcheck import KEY_VALUE_HEADS
+
+TrainedModelOptions = SupervisedOptions | RLOptions
+HeldModelOptions = TrainedModelOptions | LearnerOptions
+"""Of what trains a model: a job, or whoever calls a Learner."""
+
+
+def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None = None, *, learns: bool = True) -> Mesh:
+    """The processes that hold a job's models, all of the world or those of these ranks; `learns`: one of them is
+    trained. Every process must ask."""
+    return Mesh(world, ranks, **options.mesh_sizes(world.size if ranks is None else len(ranks), learns=learns))
+
+
+def shard_trained(model: PackedModel, options: HeldModelOptions, mesh: Mesh) -> None:
+    if mesh.size > 1 and options.lora_rank > 0:
+        refuse_adapted_experts(model)
+    if mesh.sizes["tensor"] > 1:
+        apply_tensor_parallel(model, mesh.for_cutting())
+    enable_context_parallel(model, options, mesh)
+    shard(
+        model,
+        decoder_layers(model),
+        mesh,
+        zero_stage=options.zero_stage,
+        dtype=torch.bfloat16 if options.bf16 else None,
+        gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
+        offload=options.adam_offload,
+        kept=mesh.for_keeping(),
+        prefetch=options.overlap_comm,
+    )
+
+
+def is_frozen_sharded(options: ShardingOptions, mesh: Mesh, *, offload: bool) -> bool:
+    return mesh.size > 1 and options.splits_frozen(offload=offload)
+
+
+def shard_frozen(model: PackedModel, mesh: Mesh, *, offload: bool) -> None:
+    copies = mesh.sizes["shard"] > 1  # where the trained one is not split this one is worth splitting over all
+    if mesh.sizes["tensor"] > 1:
+        apply_tensor_parallel(model, mesh.for_cutting(copies=copies))
+    shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=copies)
+
+
+def enable_context_parallel(model: PackedModel, options: ShardingOptions, mesh: Mesh, flag: str = "--pretrain") -> None:
+    """The tokens of a row are split where the mesh says so, also of a model that every process holds whole. `flag`:
+    what the user calls it."""
+    if mesh.context.size == 1:
+        return
+    if model.path != "packed":
+        raise UserError(
+            f"--ring_attn_size {mesh.context.size} shares out packed rows, and {flag} cannot take any "
+            f"({type(model.inner).__name__}); leave it out"
+        )
+    model.context = ContextParallel(mesh.context, options.ring_head_stride)
+
+
+def decoder_layers(model: PackedModel) -> list[torch.nn.Module]:
+    """The repeated layers, by the class name that Hugging Face says must not be cut."""
+    names = set(model.inner._no_split_modules or ())
+    return [module for module in model.inner.modules() if type(module).__name__ in names]
+
+
+# ---- Whether a model can be split as the options say, from its configuration alone: before anything is loaded.
+
+
+NOT_ADAPTED = ("embed_tokens", "lm_head")
+TRAINED = ("--pretrain", "--critic_pretrain")  # others drop nothing
+
+
+def check_parallel_options(pretrain: str, options: ShardingOptions, flag: str) -> None:
+    """A UserError, in one line. `flag`: what the user calls the model."""
+    tensor, context = options.ds_tensor_parallel_size, options.ring_attn_size
+    if tensor == context == 1:
+        return
+    from transformers import AutoConfig
+
+    config = from_pretrained(AutoConfig, pretrain, flag=flag)
+    if tensor > 1:
+        asked = f"--ds_tensor_parallel_size {tensor}"
+        check_tensor_parallel(config, tensor, f"{asked}: {flag} {pretrain}")
+        _check_adapted(options, asked)
+    if context > 1:
+        _check_stride(config, options, f"{flag} {pretrain}")
+    if flag in TRAINED:
+        _check_dropout(config, options, f"{flag} {pretrain}")
+
+
+def _check_adapted(options: ShardingOptions, asked: str) -> None:
+    if isinstance(options, LoraOptions) and options.lora_rank > 0:
+        for name in NOT_ADAPTED:
+            if name in options.target_modules:
+                raise UserError(f"{asked}: --target_modules {name}: a layer cut by vocabulary takes no adapter")
+
+
+def _check_stride(config: Any, options: ShardingOptions, model: str) -> None:
+    stride = options.ring_head_stride
+    for keys in key_heads(config, options.ds_tensor_parallel_size):
+        if keys % stride:
+            fits = max(size for size in range(1, stride) if keys % size == 0)
+            cut = f" that a process has (--ds_tensor_parallel_size {options.ds_tensor_parallel_size})"
+            raise UserError(
+                f"--ring_head_stride {stride} does not divide the {keys} heads of keys of {model}"
+                f"{cut if options.ds_tensor_parallel_size > 1 else ''}: use {fits}"
+            )
+
+
+def key_heads(config: Any, parts: int) -> set[int]:
+    """How many heads of keys the processes have that a model's layers are cut over."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    keys = next((found for name in KEY_VALUE_HEADS if (found := getattr(text, name, None))), heads)
+    if keys % parts == 0:
+        return {keys // parts}
+    return {len(key_value_heads_used(heads, keys, parts, part)) for part in range(parts)}
+
+
+def _check_dropout(config: Any, options: ShardingOptions, model: str) -> None:
+    """Jobs without the option keep a model's dropout."""
+    chosen = isinstance(options, DropoutOptions)
+    if isinstance(options, DropoutOptions) and not options.keep_dropout:
+        return
+    for name, value in vars(config.get_text_config()).items():
+        if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
+            told, mend = ("--keep_dropout: ", "leave it out") if chosen else ("", f"set {name} to 0 in its config.json")
+            raise UserError(
+                f"{told}{model} drops attention weights ({name} {value:g}), which processes that share rows or layers "
+                f"cannot draw together; {mend}"
+            )
+
+
+# ---- Where the weights of a model that only scores are: on the device; in main memory between calls; or split over
+# processes, which then make equally many passes, because each of them gathers the weights from all.
+
+
+Pass = TypeVar("Pass")
+
+
+@dataclass(frozen=True)
+class FrozenPlacement:
+    device: Device
+    mesh: Mesh | None = None  # over whose processes it is split; None: it is not
+    offload: bool = False
+
+    def settle(self, model: PackedModel) -> None:
+        """After loading."""
+        if self._moves:
+            model.to("cpu")
+
+    @contextlib.contextmanager
+    def at_work(self, model: PackedModel) -> Iterator[None]:
+        """The model on the device, ready to score."""
+        if self._moves:
+            model.to(self.device.torch)
+        try:
+            with scoring(model):
+                yield
+        finally:
+            if self._moves:
+                model.to("cpu")
+
+    def in_step(self, passes: Sequence[Pass], idle: Pass) -> Iterator[Pass]:
+        """The passes of this process, and as many idle ones as another one has more."""
+        most = len(passes) if self.mesh is None else self.mesh.all.maximum(len(passes))
+        yield from passes
+        for _ in range(most - len(passes)):
+            yield idle
+
+    @property
+    def _moves(self) -> bool:
+        """A split model that is kept off the device moves by itself."""
+        return self.offload and self.mesh is None and self.device.is_accelerator
