@@ -32,7 +32,7 @@ from trimtab.config.jobs import GRPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.packing import pack
 from trimtab.data.token_store import TokenStore
-from trimtab.distributed.roles import LocalGroup
+from trimtab.distributed.launcher import LocalGroup
 from trimtab.models.attention import PackedRow
 from trimtab.models.policy import Policy
 from trimtab.rewards.requests import PromptBatch

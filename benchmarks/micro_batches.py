@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from trimtab.data.batches import Span, TokenBatch
+from trimtab.distributed.process_group import deal
 from trimtab.distributed.serialization import Serializer
-from trimtab.distributed.world import deal
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.batches import AnswerBatch, AnswerSlice

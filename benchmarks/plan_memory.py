@@ -33,8 +33,7 @@ from transformers import (
 
 from trimtab.config.checks import settle
 from trimtab.config.jobs import DPOOptions, GRPOOptions, PPOOptions, SFTOptions
-from trimtab.distributed.device import find_device
-from trimtab.distributed.memory import total_memory
+from trimtab.distributed.device import find_device, total_memory
 from trimtab.models import load
 from trimtab.models.attention import NAME, register
 from trimtab.models.selfcheck import Verdict

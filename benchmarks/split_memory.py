@@ -55,7 +55,7 @@ def measure(folder: str, words: str, tokens: int, environment: dict, answers) ->
     from trimtab.config.parse import parse
     from trimtab.data.batches import TokenBatch
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.world import find_world, leave_world
+    from trimtab.distributed.process_group import find_world, leave_world
     from trimtab.models.load import load_policy
     from trimtab.models.parallel.sharded_model import mesh_of
 

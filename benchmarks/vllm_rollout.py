@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.buckets import BUCKET
 from trimtab.distributed.device import find_device
-from trimtab.distributed.link import Outgoing, plan_links
+from trimtab.distributed.weight_transfer import BUCKET, Outgoing, plan_links
 from trimtab.embedded.sort_task import make_prompts, make_tokenizer
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path

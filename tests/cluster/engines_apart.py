@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from trimtab.config.jobs import RLOptions
-from trimtab.distributed.link import Link, Plan, join_as_receiver, seat
-from trimtab.distributed.staging import Place
+from trimtab.distributed.launcher import Place
+from trimtab.distributed.weight_transfer import Link, Plan, join_as_receiver, seat
 from trimtab.models.load import load_policy
 from trimtab.rewards.build import non_model_rewards
 from trimtab.rollout.builtin.engine import BuiltinEngine, BuiltinSession

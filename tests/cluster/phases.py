@@ -25,7 +25,7 @@ class Doing(NamedTuple):
 
 def note_phases(notes: Path, lasts: float = 0.5) -> None:
     """In a worker: before each call of a role. `lasts`: seconds that a phase takes at least, so that it can be hit."""
-    from trimtab.distributed.watch import Pulse
+    from trimtab.distributed.supervision import Pulse
 
     plain = Pulse.move
     address = next(word.partition("=")[2] for word in sys.argv if word.startswith("--node-ip-address="))

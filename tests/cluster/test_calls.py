@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.cluster.machines import wait_until
-from trimtab.distributed.roles import Unanswered
+from trimtab.distributed.launcher import Unanswered
 from trimtab.distributed.serialization import Serializer
 from trimtab.interrupts import StopRequest
 
@@ -35,9 +35,8 @@ class Engine:
 def engines(cluster):
     import ray
 
-    from trimtab.distributed.cluster.calls import EngineGroup
-    from trimtab.distributed.cluster.crew import Crew
-    from trimtab.distributed.cluster.member import Member
+    from trimtab.distributed.ray.launcher import EngineGroup
+    from trimtab.distributed.ray.workers import Crew, Member
 
     remote = ray.remote(num_cpus=0.1, concurrency_groups={"health": 1})(Engine)
     handles = [remote.remote() for _ in range(3)]
@@ -52,7 +51,7 @@ def engines(cluster):
 
 
 def test_a_loss_or_a_late_answer_does_not_take_the_others_with_it(engines, tmp_path):
-    from trimtab.distributed.cluster.losses import EngineLost
+    from trimtab.distributed.launcher import EngineLost
 
     there, never, later = str(tmp_path), str(tmp_path / "never"), str(tmp_path / "later")
     call = engines.start("collect", [there, never, later])

@@ -28,9 +28,9 @@ def nothing(options) -> None:
 
 def found_by(options: PPOOptions) -> tuple[dict[str, list[int]], list[dict]]:
     """The ranks of every unit, and what each process says of itself."""
-    from trimtab.distributed.cluster.preflight import preflight
-    from trimtab.distributed.cluster.stage import RayStage
-    from trimtab.distributed.cluster.worker import Job
+    from trimtab.distributed.ray.launcher import RayStage
+    from trimtab.distributed.ray.preflight import preflight
+    from trimtab.distributed.ray.workers import Job
 
     units = units_of(options, 1)
     layout = layout_of_units(options, units)
@@ -81,7 +81,7 @@ def test_more_than_the_cluster_has_is_refused_before_anything_waits(cluster, tmp
 def test_what_another_job_holds_is_said_to_be_taken(cluster, tmp_path, monkeypatch):
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    monkeypatch.setattr("trimtab.distributed.cluster.stage.TO_PLACE", 1.0)
+    monkeypatch.setattr("trimtab.distributed.ray.launcher.TO_PLACE", 1.0)
     held = placement_group([{"GPU": 5}])
     assert held.wait(30)
     try:
@@ -94,7 +94,7 @@ def test_what_another_job_holds_is_said_to_be_taken(cluster, tmp_path, monkeypat
 
 
 def test_what_the_devices_of_the_cluster_do_not_offer_is_refused_before_anything_is_loaded(tmp_path):
-    from trimtab.distributed.devices import KINDS, of_resource
+    from trimtab.distributed.device import KINDS, of_resource
     from trimtab.train.rl.on_cluster import refuse_on
 
     options = options_of("--actor_num_gpus_per_node 2 --ds_tensor_parallel_size 2", tmp_path)

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from trimtab.distributed.watch import pulse, watch
+from trimtab.distributed.supervision import pulse, watch
 
 
 def main() -> None:

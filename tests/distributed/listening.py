@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from trimtab.distributed.device import find_device
-from trimtab.distributed.world import find_world, leave_world
+from trimtab.distributed.process_group import find_world, leave_world
 
 LISTENING = "0A"
 

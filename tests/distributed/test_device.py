@@ -4,8 +4,17 @@ import pytest
 import torch
 
 from trimtab.distributed import device, random_state
-from trimtab.distributed.device import Device, has_graphs, has_kernels, showing, widest
-from trimtab.distributed.devices import KINDS, LACKING, OTHER, of_resource
+from trimtab.distributed.device import (
+    KINDS,
+    LACKING,
+    OTHER,
+    Device,
+    has_graphs,
+    has_kernels,
+    of_resource,
+    showing,
+    widest,
+)
 from trimtab.errors import UserError
 
 

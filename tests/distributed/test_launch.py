@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.crash import is_alive
-from trimtab.distributed.launch import _signal_in_words, _was_asked, launch
+from trimtab.distributed.supervision import _signal_in_words, _was_asked, launch
 
 CRASH = "tests.distributed.crash"
 
@@ -68,7 +68,9 @@ def test_processes_that_wait_for_a_slow_one_are_left_alone(tmp_path):
     assert launch(CRASH, ["1", "finish late", "1", str(tmp_path)], 3, hang_timeout=1) == 0
 
 
-LAUNCH = "import sys; from trimtab.distributed.launch import launch; sys.exit(launch(sys.argv[1], sys.argv[2:], 2))"
+LAUNCH = (
+    "import sys; from trimtab.distributed.supervision import launch; sys.exit(launch(sys.argv[1], sys.argv[2:], 2))"
+)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,18 @@ import socket
 import pytest
 import torch
 
-from trimtab.distributed.buckets import described, opened, packed, parts
-from trimtab.distributed.link import Offer, Outgoing, join_as_receiver, plan_links, seat
-from trimtab.distributed.world import join
+from trimtab.distributed.process_group import join
+from trimtab.distributed.weight_transfer import (
+    Offer,
+    Outgoing,
+    described,
+    join_as_receiver,
+    opened,
+    packed,
+    parts,
+    plan_links,
+    seat,
+)
 from trimtab.errors import UserError
 
 CPU = torch.device("cpu")
@@ -99,7 +108,7 @@ def receive_what_comes(seats, plans, results):
 
 def test_a_receiver_that_dies_ends_nobodys_gathering_or_taking_in(monkeypatch):
     """Those that gather with the sender, and what takes tensors in, would else be left in the middle."""
-    monkeypatch.setattr("trimtab.distributed.link.parts", lambda tensors: parts(tensors, bucket=16))
+    monkeypatch.setattr("trimtab.distributed.weight_transfer.parts", lambda tensors: parts(tensors, bucket=16))
     context = multiprocessing.get_context("fork")
     seats, results = context.Queue(), context.Queue()
     plans = [context.Queue(), context.Queue()]

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from tests import warm
-from trimtab.distributed import sharding
+from trimtab.distributed import fsdp as sharding
+from trimtab.distributed.fsdp import shard
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import shard
-from trimtab.distributed.world import World, find_world, leave_world
+from trimtab.distributed.process_group import World, find_world, leave_world
 from trimtab.train.optimiser import total_norm
 from trimtab.train.tensor_parts import TensorParts, write_parts
 

@@ -48,8 +48,8 @@ def serve(folder: Path) -> None:
     import torch.distributed as dist
 
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.switchboard import FAILURE, Switchboard
-    from trimtab.distributed.world import find_world, leave_world
+    from trimtab.distributed.local_launcher import FAILURE, Switchboard
+    from trimtab.distributed.process_group import find_world, leave_world
 
     world = find_world(find_device())
     switchboard = Switchboard(world, {"adder": Adder(world.rank)})
@@ -79,10 +79,10 @@ def test_what_a_stranger_writes_into_the_store_is_not_run(tmp_path):
 
 def watched(what: str, folder: Path) -> None:
     """A call in which the second process takes long, or is stopped, or the first lets it wait for the next call."""
-    import trimtab.distributed.watch as watching
+    import trimtab.distributed.supervision as watching
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.switchboard import Switchboard
-    from trimtab.distributed.world import find_world, leave_world
+    from trimtab.distributed.local_launcher import Switchboard
+    from trimtab.distributed.process_group import find_world, leave_world
 
     os.dup2(os.open(folder / f"said{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
     watching.watch(LIMIT)

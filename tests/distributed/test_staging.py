@@ -9,7 +9,7 @@ import pytest
 
 from tests import warm
 from trimtab.distributed.device import find_device
-from trimtab.distributed.roles import LocalGroup, Processes, Role
+from trimtab.distributed.launcher import LocalGroup, Processes, Role
 from trimtab.errors import RunFailed
 
 
@@ -40,8 +40,8 @@ def test_a_call_in_this_process_is_done_when_it_has_been_made():
 
 
 def three_groups(folder: Path) -> None:
-    from trimtab.distributed.switchboard import Switchboard
-    from trimtab.distributed.world import find_world, leave_world
+    from trimtab.distributed.local_launcher import Switchboard
+    from trimtab.distributed.process_group import find_world, leave_world
 
     world = find_world(find_device())
     switchboard = Switchboard(world, {"clock": Clock(world.rank)})

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trimtab.distributed.world import World, deal
+from trimtab.distributed.process_group import World, deal
 
 
 def halves(part):

@@ -14,9 +14,9 @@ from tests.envs.episodes import CONTEXT, VOCABULARY, make_policy, play, player
 from tests.envs.fake_pool import Counting, Fault, Pool
 from tests.tiny import tiny_model
 from trimtab.distributed.device import find_device
+from trimtab.distributed.fsdp import shard
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import shard
-from trimtab.distributed.world import find_world, leave_world
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.envs.environment_engine import EnvironmentEngine
 from trimtab.envs.environment_pool import BroadcastPool
 from trimtab.errors import RunFailed, UserError

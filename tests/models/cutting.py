@@ -7,10 +7,10 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.models.splitting import gradients, load_split, options_of, some_batch, values
-from trimtab.distributed import branches
+from trimtab.distributed import collectives as branches
 from trimtab.distributed.device import find_device
-from trimtab.distributed.sharding import keep_part, whole
-from trimtab.distributed.world import find_world, leave_world
+from trimtab.distributed.fsdp import keep_part, whole
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.models.lm_head import LogitShape, choice_log_probs, token_divergence, token_log_probs, whole_logits
 from trimtab.models.packed import scoring
 from trimtab.models.parallel import tensor_parallel

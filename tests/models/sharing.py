@@ -14,9 +14,9 @@ from trimtab.algos.supervised_losses import load_balancing_loss
 from trimtab.config.groups import BackwardOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
+from trimtab.distributed.fsdp import shard, whole
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import shard, whole
-from trimtab.distributed.world import find_world, leave_world
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.models.activation_memory import enable_gradient_checkpointing
 from trimtab.models.attention import NAME, register
 from trimtab.models.packed import PackedModel

@@ -15,9 +15,9 @@ from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import find_device
+from trimtab.distributed.fsdp import local
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.distributed.random_state import seed_everything
-from trimtab.distributed.sharding import local
-from trimtab.distributed.world import find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.models import load
 from trimtab.models import load as load_reward

@@ -7,7 +7,7 @@ from tests.samples import batch_of, spans_of
 from tests.tiny import tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.data.batches import Span
-from trimtab.distributed.peers import Peers
+from trimtab.distributed.process_group import Peers
 from trimtab.models import attention
 from trimtab.models.activation_memory import ActivationOffload, enable_gradient_checkpointing
 from trimtab.models.packed import cast_parameters

@@ -8,8 +8,8 @@ from tests.models.splitting import load_split, options_of, values
 from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
-from trimtab.distributed.sharding import local, split_again, whole
-from trimtab.distributed.world import find_world, leave_world
+from trimtab.distributed.fsdp import local, split_again, whole
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.activation_memory import ActivationOffload
 from trimtab.models.packed import scoring

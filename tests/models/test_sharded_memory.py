@@ -14,8 +14,8 @@ from tests import warm
 from tests.models.splitting import load_split, options_of, some_batch, values
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import find_device
-from trimtab.distributed.sharding import local
-from trimtab.distributed.world import find_world, leave_world
+from trimtab.distributed.fsdp import local
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.load import load_frozen_policy
 from trimtab.models.packed import scoring

@@ -13,7 +13,7 @@ from tests.tiny import tiny_model
 from trimtab.cli.main import main
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parse import parse
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.plan.choosing import chosen_passes, enough_tokens, fewest_recomputed
 from trimtab.plan.hardware import NAMED

@@ -7,7 +7,7 @@ from trimtab.config.checks import settle
 from trimtab.config.jobs import GRPOOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.plan import gathering
 from trimtab.plan.hardware import Hardware

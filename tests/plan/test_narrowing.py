@@ -7,7 +7,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.tiny import tiny_model
 from trimtab.config.jobs import SFTOptions
-from trimtab.distributed.sharding import local
+from trimtab.distributed.fsdp import local
 from trimtab.errors import UserError
 from trimtab.models.lora import add_adapters
 from trimtab.models.parallel.tensor_parallel import apply_tensor_parallel

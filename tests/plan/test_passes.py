@@ -14,7 +14,7 @@ from trimtab.cli.main import main
 from trimtab.config.jobs import TRAINED, GRPOOptions, RLOptions, SFTOptions, TailOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.device import Device
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.plan.micro_batches import is_wanted, with_default_tokens, with_planned_passes
 from trimtab.train.integrity import unsealed
 from trimtab.train.metrics import read_rows

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.rollout.test_builtin_engine import policy_of, prompts
-from trimtab.distributed.memory import free_memory
+from trimtab.distributed.device import free_memory
 from trimtab.errors import UserError
 from trimtab.rollout.builtin import kv_cache as memory
 from trimtab.rollout.builtin.cuda_graphs import fingerprint

@@ -13,9 +13,9 @@ from tests.rollout.test_builtin_engine import policy_of, prompts
 from tests.samples import random_examples
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
+from trimtab.distributed.fsdp import shard
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import shard
-from trimtab.distributed.world import find_world, leave_world
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.models.parallel.sharded_model import decoder_layers
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams

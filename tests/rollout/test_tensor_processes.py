@@ -11,9 +11,9 @@ from tests.rollout.test_builtin_engine import prompts
 from tests.rollout.test_partial_rollouts import DRAWN, PROMPTS, SEEDS, assert_same, interrupted
 from tests.tiny import tiny_model
 from trimtab.distributed.device import find_device
+from trimtab.distributed.fsdp import shard
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import shard
-from trimtab.distributed.world import find_world, leave_world
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.models.parallel.sharded_model import decoder_layers, mesh_of
 from trimtab.models.parallel.tensor_parallel import apply_tensor_parallel
 from trimtab.models.policy import Policy
@@ -108,7 +108,7 @@ def hand_over(cases) -> None:
 
 
 def fill(parameter: torch.Tensor) -> None:
-    from trimtab.distributed.sharding import keep_part
+    from trimtab.distributed.fsdp import keep_part
 
     keep_part(torch.randn(parameter.shape) * 0.1, parameter.data)
 

@@ -6,7 +6,7 @@ import pytest
 
 from trimtab.api.starting import Hearing
 from trimtab.config.jobs import SFTOptions
-from trimtab.distributed.watch import LINE
+from trimtab.distributed.supervision import LINE
 from trimtab.errors import RunFailed, UserError
 from trimtab.running import training
 

@@ -21,8 +21,7 @@ def test_what_assumes_another_device_fails_on_it(tmp_path):
 def be_strict(folder: Path) -> None:
     listen(folder / "log")
     standin.install()
-    from trimtab.distributed.device import find_device
-    from trimtab.distributed.memory import free_memory, is_out_of_memory, total_memory
+    from trimtab.distributed.device import find_device, free_memory, is_out_of_memory, total_memory
 
     device = find_device()
     assert (device.torch, device.name, device.kind.collectives) == (torch.device("npu:0"), "Stand-in", "hccl")
@@ -92,8 +91,7 @@ def send_or_receive(folder: Path, places: tuple[int, int]) -> None:
     listen(folder / f"log.{rank}")
     standin.install()
     from tests.standin.collectives import Collectives
-    from trimtab.distributed.buckets import described
-    from trimtab.distributed.link import Outgoing, join_as_receiver, plan_links, seat
+    from trimtab.distributed.weight_transfer import Outgoing, described, join_as_receiver, plan_links, seat
 
     torch.accelerator.set_device_index(places[rank])
     device = torch.device("npu", places[rank])

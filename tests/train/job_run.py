@@ -10,7 +10,7 @@ from tests.tiny import tiny_model
 from trimtab.config.checks import check, settle
 from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
 from trimtab.train.launch import MakeTask, build_run
 from trimtab.train.optimiser import StepReport

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.train import checkpoint
 from trimtab.train.checkpoint import Checkpoints, reading

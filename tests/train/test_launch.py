@@ -7,7 +7,7 @@ import pytest
 from trimtab.config.jobs import DPOOptions, PPOOptions, SFTOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.train.launch import check_share, without_evaluation
 from trimtab.train.rl.checks import check_shares

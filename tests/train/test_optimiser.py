@@ -149,7 +149,7 @@ def norms_in_two_processes() -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.world import find_world, leave_world
+    from trimtab.distributed.process_group import find_world, leave_world
 
     mesh = Mesh(find_world(find_device())).for_sharding()
     gradients = [torch.randn(5, 3, generator=torch.Generator().manual_seed(i)) for i in range(6)]

@@ -13,7 +13,7 @@ from tests.train.job_run import NoStop, relative_difference
 from tests.train.jobs import job_words, run_of, write_job
 from tests.train.sft_run import make_run, write_task
 from trimtab.cli.main import main
-from trimtab.distributed.memory import is_out_of_memory
+from trimtab.distributed.device import is_out_of_memory
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.train.metrics import read_rows
 from trimtab.train.pass_limit import PassLimit, memory_guard, until_it_fits

@@ -182,7 +182,7 @@ def split_all_sums():
     """No model is small enough to keep whole sums; a pass that is told to would fail."""
     from torch.distributed.fsdp import FSDPModule
 
-    from trimtab.distributed import sharding
+    from trimtab.distributed import fsdp as sharding
 
     def always(module, sync, **settings):
         assert sync

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests import warm
-from trimtab.distributed.blocks import Block
+from trimtab.distributed.fsdp import Block
 from trimtab.distributed.mesh import Mesh
 from trimtab.train import tensor_parts
 from trimtab.train.tensor_parts import TensorParts, write_file, write_parts
@@ -145,7 +145,7 @@ def write_and_read_in_two(folder: Path) -> None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.world import find_world, leave_world
+    from trimtab.distributed.process_group import find_world, leave_world
 
     mesh = Mesh(find_world(find_device()))
     torch_mesh = mesh.for_sharding()
@@ -189,7 +189,7 @@ def write_and_read_in_four(folder: Path) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.world import find_world, leave_world
+    from trimtab.distributed.process_group import find_world, leave_world
 
     mesh = Mesh(find_world(find_device()))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
@@ -229,7 +229,7 @@ def blocks_in_a_pretended_process(rows: int, shards: int, rank: int) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from trimtab.distributed.blocks import blocks_of
+    from trimtab.distributed.fsdp import blocks_of
 
     dist.init_process_group("fake", rank=rank, world_size=2 * shards, store=FakeStore())
     mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("shard", "tensor"))

@@ -7,9 +7,8 @@ import os
 import pytest
 
 from tests.vllm.conftest import engine_of, gap, move, write_model
-from trimtab.distributed import link
-from trimtab.distributed.buckets import parts
-from trimtab.distributed.link import Outgoing, plan_links
+from trimtab.distributed import weight_transfer as link
+from trimtab.distributed.weight_transfer import Outgoing, parts, plan_links
 from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.sampling import SamplingParams
 

@@ -19,8 +19,8 @@ from trimtab.config.words import advice
 from trimtab.data.hub import trusting
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, count_accelerators, find_device
+from trimtab.distributed.fsdp import GRADIENT_DTYPES
 from trimtab.distributed.random_state import drawing_aside
-from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded, given_policy, load_policy
 from trimtab.models.policy import Policy

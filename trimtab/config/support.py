@@ -61,7 +61,7 @@ def device_problems(options: Options, lacks: Lacks) -> list[str]:
 
 
 def _asked_of_device(options: Options) -> dict[str, tuple[str, str]]:
-    """The flags that not every device can follow, each with what it asks for (distributed/devices.py has the table) and
+    """The flags that not every device can follow, each with what it asks for (distributed/device.py has the table) and
     what to do instead."""
     asked = {}
     if isinstance(options, ShardingOptions):

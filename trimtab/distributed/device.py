@@ -1,21 +1,205 @@
-"""What hardware is here. No file outside this folder names a device, or a library that knows only one kind."""
+"""What each kind of device offers, as a table. No other file says what one of them can or cannot do.
 
+What a device does not offer falls back where something else gives the same numbers (kernels, graphs, fused optimiser,
+attention over packed rows, sums in double precision), and is refused where nothing does (`LACKING`), before anything is
+loaded.
+"""
+
+import contextlib
+import ctypes
 import functools
 import gc
 import importlib
 import os
 import resource
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from trimtab.distributed.devices import KINDS, OTHER, Kind
-from trimtab.distributed.memory import allocator_of, keep_freed_memory
 from trimtab.errors import UserError
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str  # for people
+    collectives: str | None = None
+    """The library between the processes of several devices; None: whichever torch knows for it, if it knows one."""
+    interface: str | None = None
+    """Environment: the network interface that this library is to use."""
+    resource: str | None = None
+    """What Ray calls such devices; None: Ray does not count them."""
+    visible: str | None = None
+    """Environment: the devices that a process is to see, and Ray's switch to leave that as it is."""
+    left_visible: str | None = None
+    extension: str | None = None
+    """The package that brings the device to torch."""
+    bf16: bool = False
+    """It is known to work; else it is tried before the first step."""
+    float64: bool = False
+    """In kernels and collectives alike."""
+    fused_adam: bool = False
+    triton: bool = False
+    ptx: bool = False
+    """Its instructions can stand inside Triton's kernels."""
+    graphs: bool = False
+    """Captured work, with Triton's kernels in it."""
+    varlen: bool = False
+    """torch's own attention of sequences of any length, in half precision."""
+    wide_products: bool = False
+    """Products of half-precision matrices with a single-precision result."""
+    shared_memory: bool = False
+    """Processes on one device can see each other's tensors."""
+    lacks: frozenset[str] = frozenset()
+    """Of LACKING, what is refused there."""
+
+    def lacking(self, feature: str) -> str | None:
+        """This device's name, if a run that asks for the feature is refused there."""
+        assert feature in LACKING, feature
+        return self.name if feature in self.lacks else None
+
+
+# What a run can ask for and a device may not offer: config/support.py says which options do, and what to do instead.
+LACKING = frozenset({"ring attention", "tensor parallel", "sleeping engines", "four bit", "liger", "flash-attn"})
+
+CUDA = Kind(
+    "an NVIDIA GPU",
+    collectives="nccl",
+    interface="NCCL_SOCKET_IFNAME",
+    resource="GPU",
+    visible="CUDA_VISIBLE_DEVICES",
+    left_visible="RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
+    bf16=True,
+    float64=True,
+    fused_adam=True,
+    triton=True,
+    ptx=True,
+    graphs=True,
+    varlen=True,
+    wide_products=True,
+    shared_memory=True,
+)
+
+KINDS = {
+    "cpu": Kind("a CPU", collectives="gloo", float64=True, fused_adam=True),
+    "cuda": CUDA,
+    # What torch calls cuda too, where it was built for ROCm.
+    "rocm": replace(
+        CUDA,
+        name="an AMD GPU",
+        ptx=False,
+        visible="HIP_VISIBLE_DEVICES",
+        left_visible="RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
+    ),
+    "npu": Kind(
+        "an Ascend NPU",
+        collectives="hccl",
+        interface="HCCL_SOCKET_IFNAME",
+        resource="NPU",
+        visible="ASCEND_RT_VISIBLE_DEVICES",
+        left_visible="RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+        extension="torch_npu",
+        # Of flash attention transformers has the device's own operator, so that its package is not needed.
+        lacks=LACKING,
+    ),
+    "xpu": Kind(
+        "an Intel GPU",
+        collectives="xccl",
+        resource="GPU",
+        visible="ZE_AFFINITY_MASK",
+        left_visible="RAY_EXPERIMENTAL_NOSET_ZE_AFFINITY_MASK",
+        fused_adam=True,
+        lacks=frozenset({"sleeping engines", "liger"}),
+    ),
+    "mps": Kind("an Apple GPU", fused_adam=True, lacks=frozenset({"sleeping engines", "four bit", "liger"})),
+}
+OTHER = Kind("this accelerator", lacks=frozenset({"sleeping engines", "four bit", "liger"}))
+
+RESOURCES = tuple(dict.fromkeys(kind.resource for kind in KINDS.values() if kind.resource))
+INTERFACES = tuple(dict.fromkeys(kind.interface for kind in KINDS.values() if kind.interface))
+
+
+def of_resource(resource: str | None) -> Kind:
+    """The devices of a Ray cluster, before a process sees them: the first kind of those that share a name there."""
+    return next((kind for kind in KINDS.values() if kind.resource == resource), KINDS["cpu"])
+
+
+# ---- Memory of an accelerator or of this machine: how much there is, giving it back, and knowing when it is short.
+
+
+# How those say it that have no exception of their own: PyTorch's CPU allocator, the driver, cuBLAS.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def allocator_of(device: torch.device) -> Any:
+    """torch's module of a device that has memory of its own and counts it; None: it is main memory, or as good as."""
+    module = getattr(torch, device.type, None)
+    return module if hasattr(module, "mem_get_info") else None
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take; of main memory, its share among the processes of this machine."""
+    if (allocator := allocator_of(device)) is not None:
+        free, _ = allocator.mem_get_info(device)
+        return free + allocator.memory_reserved(device) - allocator.memory_allocated(device)
+    return _free_main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of an accelerator, whoever uses them; of main memory, what this process may still take."""
+    allocator = allocator_of(device)
+    return free_memory(device) if allocator is None else allocator.mem_get_info(device)[1]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory is short, an accelerator's or the machine's."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    said = str(error)
+    return isinstance(error, RuntimeError) and any(words in said for words in OUT_OF_MEMORY)
+
+
+def release_main_memory() -> None:
+    """Give back to the system what was freed: the C library keeps it, and a model that is gathered layer by layer would
+    seem to be held whole."""
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def keep_freed_memory() -> None:
+    """Ask the C library to reuse large blocks instead of returning them: fresh pages cost a tenth of a CPU step."""
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(mmap_threshold, 32 * 2**20)  # the most it takes
+        libc.mallopt(trim_threshold, 2**30)
+
+
+def _free_main_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    group = Path("/sys/fs/cgroup")  # a container's own limit
+    with contextlib.suppress(OSError, ValueError):  # none, or "max"
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached_files = int(kinds["inactive_file"]) + int(kinds["active_file"])  # let go when it is needed
+        free = min(free, max(0, limit - used + cached_files))
+    return free
+
+
+# ---- What hardware is here. No file outside this folder names a device, or a library that knows only one kind.
+
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: torch leaves alone what other packages bring
 
@@ -194,3 +378,25 @@ def _try_bf16() -> None:
     attended = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
     hidden = torch.nn.functional.rms_norm(torch.nn.functional.linear(attended, weight), (16,))
     torch.nn.functional.silu(hidden).float().logsumexp(-1).sum().backward()
+
+
+# ---- Work of a device that is captured once and replayed.
+
+
+Graph: TypeAlias = torch.cuda.CUDAGraph
+
+
+def capture(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:
+    """What `work` asks of the device, to be replayed: on the same tensors, whatever they hold then. Runs it once.
+
+    `pool`: another graph's pool(), to share what lies between; then they must be replayed one after another.
+    """
+    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        work()
+    here.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device
+        work()
+    return graph

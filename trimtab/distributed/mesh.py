@@ -24,9 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.distributed.connections import opening
-from trimtab.distributed.peers import Peers
-from trimtab.distributed.world import PATIENCE, World
+from trimtab.distributed.process_group import PATIENCE, Peers, World, opening
 
 DIMENSIONS = ("replicate", "shard", "context", "tensor")
 Over = tuple[str, ...]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.distributed.watch import pulse
+from trimtab.distributed.supervision import pulse
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError, as_observation_error
 from trimtab.envs.environment_pool import EndReply, EnvironmentInstances, FailureReply, Reply, ResetReply, StepReply
 from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from trimtab.distributed.peers import Peers
+from trimtab.distributed.process_group import Peers
 from trimtab.envs.adapter import EnvironmentInfo
 from trimtab.envs.instance import AGENT_PATIENCE, EnvironmentInstance
 from trimtab.envs.loader import load_object, with_tools

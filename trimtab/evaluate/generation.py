@@ -19,9 +19,8 @@ from trimtab.data.rendering import as_messages
 from trimtab.data.sources import load_rows
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device
+from trimtab.distributed.process_group import World, find_world, heard_by_all, leave_world
 from trimtab.distributed.random_state import seed_everything
-from trimtab.distributed.stopping import heard_by_all
-from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.work import work_through, write_rows

@@ -21,9 +21,8 @@ from trimtab.data.sources import load_rows
 from trimtab.data.token_cache import rows_hash
 from trimtab.data.tokenising import tokenise
 from trimtab.distributed.device import Device, find_device
+from trimtab.distributed.process_group import World, find_world, heard_by_all, leave_world
 from trimtab.distributed.random_state import seed_everything
-from trimtab.distributed.stopping import heard_by_all
-from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, trainable
 from trimtab.evaluate.journal import Journal

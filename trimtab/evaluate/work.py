@@ -5,7 +5,7 @@ from typing import Any
 
 from trimtab.config.jobs import GenerateOptions
 from trimtab.data.post_processing import post_process
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.errors import Interrupted
 from trimtab.evaluate.journal import Journal
 from trimtab.interrupts import StopRequest

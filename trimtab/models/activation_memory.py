@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from trimtab.config.groups import BackwardOptions
-from trimtab.distributed.sharding import local
+from trimtab.distributed.fsdp import local
 from trimtab.errors import UserError
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import has_kernels, kind_of
+from trimtab.distributed.fsdp import local
 from trimtab.distributed.random_state import drawing_aside
-from trimtab.distributed.sharding import local
 from trimtab.errors import UserError
 from trimtab.interrupts import unheard_by_children
 from trimtab.models.activation_memory import layers_of

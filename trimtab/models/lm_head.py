@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.distributed.branches import add_up, beside, branch, gather, join
+from trimtab.distributed.collectives import add_up, beside, branch, gather, join
 from trimtab.distributed.device import has_kernels, kind_of
-from trimtab.distributed.sharding import local
+from trimtab.distributed.fsdp import local
 from trimtab.models.parallel.tensor_parallel import VocabShard
 
 

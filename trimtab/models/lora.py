@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from trimtab.config.groups import LoraOptions
-from trimtab.distributed.sharding import keep_part
+from trimtab.distributed.fsdp import keep_part
 from trimtab.errors import UserError
 from trimtab.models.pretrained import first_line
 

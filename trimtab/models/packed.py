@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.branches import join
-from trimtab.distributed.watch import pulse
+from trimtab.distributed.collectives import join
+from trimtab.distributed.supervision import pulse
 from trimtab.models.activation_memory import ActivationOffload
 from trimtab.models.attention import PackedPass, PackedRow, Row, unpadded
 from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, Routers, RowStates, TokenLocations

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.sharding import gathered
+from trimtab.distributed.fsdp import gathered
 from trimtab.models.lm_head import LogitShape, choice_log_probs, shaped_logits, token_divergence, token_log_probs
 from trimtab.models.packed import PackedModel, PaddedRows
 

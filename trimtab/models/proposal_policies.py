@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
-from trimtab.distributed.sharding import gathered
+from trimtab.distributed.fsdp import gathered
 from trimtab.models.lm_head import PLAIN, LogitShape, shaped_logits, token_log_probs
 from trimtab.models.load import prepare_training
 from trimtab.models.lora import adapters_aside, add_adapters

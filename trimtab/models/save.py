@@ -8,8 +8,8 @@ from pickle import UnpicklingError
 
 import torch
 
+from trimtab.distributed.fsdp import split_again, whole
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import split_again, whole
 from trimtab.errors import UserError
 from trimtab.files import (
     flush,

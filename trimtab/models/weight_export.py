@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.distributed.buckets import Described, described
-from trimtab.distributed.sharding import split_again, whole
+from trimtab.distributed.fsdp import split_again, whole
+from trimtab.distributed.weight_transfer import Described, described
 from trimtab.models.policy import Policy
 from trimtab.models.reward import HEAD, renamed
 

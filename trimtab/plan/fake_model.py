@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.sharding import GRADIENT_DTYPES, accumulate_in
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, accumulate_in
 from trimtab.models.activation_memory import (
     ActivationOffload,
     OffloadedTensor,

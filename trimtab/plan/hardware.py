@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trimtab.distributed.device import Device
-from trimtab.distributed.memory import total_memory
+from trimtab.distributed.device import Device, total_memory
 from trimtab.errors import UserError
 
 GIB = 2**30

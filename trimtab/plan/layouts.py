@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.distributed.cluster.layout import FLAGS, Engines, Layout, Pool
+from trimtab.distributed.ray.placement import FLAGS, Engines, Layout, Pool
 from trimtab.errors import UserError
 
 

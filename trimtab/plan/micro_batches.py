@@ -10,7 +10,7 @@ from trimtab.config.groups import PASS_SIZES, PER_DEVICE
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.pretrained import first_line
 from trimtab.plan.hardware import GIB, of_device

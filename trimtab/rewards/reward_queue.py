@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
-from trimtab.distributed.watch import pulse
+from trimtab.distributed.supervision import pulse
 
 Part = TypeVar("Part", contravariant=True)
 Result = TypeVar("Result", covariant=True)

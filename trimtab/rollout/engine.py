@@ -151,7 +151,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ReceivingEngine(Engine, Protocol):
-    """An engine away from the policy, which receives its weights over links (distributed/link.py)."""
+    """An engine away from the policy, which receives its weights over links (distributed/weight_transfer.py)."""
 
     def receivers(self) -> list[dict[str, Any]]:
         """Where its processes are; each of them receives."""

@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from trimtab.distributed.peers import Peers
+from trimtab.distributed.process_group import Peers
 from trimtab.models.policy import Policy
 from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.builtin.engine import MAX_NUM_BATCHED_TOKENS, BuiltinEngine

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from trimtab.config.jobs import GenerateOptions
-from trimtab.distributed.launch import Hear, launch
-from trimtab.distributed.watch import watch
+from trimtab.distributed.supervision import Hear, launch, watch
 from trimtab.running.preparing import launches_others
 
 

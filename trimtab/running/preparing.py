@@ -14,7 +14,7 @@ from trimtab.config.option import Options
 from trimtab.config.placement import ClusterOptions
 from trimtab.config.support import hardware_problems
 from trimtab.data.hub import trusting
-from trimtab.distributed.launch import STORE_SOCKET
+from trimtab.distributed.supervision import STORE_SOCKET
 from trimtab.errors import UserError
 from trimtab.files import check_free
 from trimtab.models.folder import check_looks_like_model

@@ -14,9 +14,7 @@ from types import ModuleType
 
 from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import TrainedOptions
-from trimtab.distributed.cluster.losses import is_of_another
-from trimtab.distributed.launch import Hear, launch
-from trimtab.distributed.watch import LINE, watch
+from trimtab.distributed.supervision import LINE, Hear, is_of_another, launch, watch
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.running.leaving import show_what_is_left
 from trimtab.running.preparing import launches_others, on_a_cluster

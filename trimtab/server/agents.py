@@ -13,7 +13,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.distributed.watch import pulse
+from trimtab.distributed.supervision import pulse
 from trimtab.envs.environment_pool import EndReply, FailureReply, InstancePool, Reply
 from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession
 from trimtab.envs.types import EpisodeSettings, Task

@@ -18,7 +18,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from trimtab.config.groups import CheckpointOptions
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.errors import CannotWrite, UserError
 from trimtab.files import UNFINISHED, flush, move, new_temporary_folder, reason, remove, write_text, writing
 from trimtab.train.endings import LATEST, Mark, mark_of_newest

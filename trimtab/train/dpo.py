@@ -7,7 +7,7 @@ from trimtab.algos.preference_losses import dpo_loss, ipo_loss, log_odds_ratio
 from trimtab.config.jobs import DPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
-from trimtab.distributed.sharding import split_again
+from trimtab.distributed.fsdp import split_again
 from trimtab.models.compile import AtWork
 from trimtab.models.load import Loaded
 from trimtab.models.packed import PackedModel

@@ -7,7 +7,7 @@ from pathlib import Path
 from trimtab.config.dump import to_dict
 from trimtab.config.groups import CheckpointOptions, checkpoints_in
 from trimtab.config.jobs import TrainedOptions
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.files import is_unfinished, move, remove, writing
 from trimtab.train.checkpoint import Checkpoints

@@ -11,7 +11,7 @@ from trimtab.config.jobs import KDOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
-from trimtab.distributed.sharding import whole
+from trimtab.distributed.fsdp import whole
 from trimtab.errors import UserError
 from trimtab.models.compile import AtWork
 from trimtab.models.load import Loaded, fake_frozen_policy, load_frozen_policy

@@ -14,9 +14,9 @@ from trimtab.config.jobs import SupervisedOptions
 from trimtab.config.objectives import DistillationOptions, ReferenceOptions
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device
+from trimtab.distributed.process_group import World, find_world, leave_world
 from trimtab.distributed.random_state import process_seed, seed_everything
-from trimtab.distributed.watch import pulse
-from trimtab.distributed.world import World, find_world, leave_world
+from trimtab.distributed.supervision import pulse
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.load import TrainedModelOptions

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimtab.config.groups import UpdateOptions
-from trimtab.distributed.sharding import accumulate_in, local, sum_over_parts
+from trimtab.distributed.fsdp import accumulate_in, local, sum_over_parts
 from trimtab.train.tensor_parts import HeldParts, TensorParts
 
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from trimtab.distributed.calling_off import call_off, reason_to_call_off
-from trimtab.distributed.memory import is_out_of_memory
+from trimtab.distributed.device import is_out_of_memory
+from trimtab.distributed.process_group import call_off, reason_to_call_off
 from trimtab.distributed.random_state import random_state, restore_random_state
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.train.optimiser import Optimiser

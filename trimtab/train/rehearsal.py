@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.data.batches import TokenBatch
 from trimtab.data.data_report import DataReport
 from trimtab.distributed.device import Device
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel

@@ -20,12 +20,11 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.jobs import SupervisedOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.calling_off import meet_again
 from trimtab.distributed.device import Device
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, sync_gradients
 from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.process_group import deal, meet_again
 from trimtab.distributed.random_state import process_seed, random_state, restore_random_state, seed_everything
-from trimtab.distributed.sharding import GRADIENT_DTYPES, sync_gradients
-from trimtab.distributed.world import deal
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.files import write_json, writing
 from trimtab.interrupts import StopRequest

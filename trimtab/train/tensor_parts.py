@@ -17,9 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trimtab.distributed.blocks import Block, Slices, blocks_of, covers_once, is_first_holder, whole_block
+from trimtab.distributed.fsdp import Block, Slices, blocks_of, covers_once, is_first_holder, local, whole_block
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import local
 from trimtab.files import flush
 from trimtab.train.integrity import write_sum
 

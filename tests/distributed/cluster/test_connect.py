@@ -5,7 +5,7 @@ from trimtab.errors import UserError
 
 @pytest.mark.parametrize("error", [RuntimeError, Exception])
 def test_a_ray_that_does_not_come_up_is_one_line(monkeypatch, error):
-    from trimtab.distributed.cluster import connect
+    from trimtab.distributed.ray import connection as connect
 
     def late(**_):
         raise error("The node timed out.\n  Some raylets failed.")

@@ -2,7 +2,7 @@ import pytest
 
 from trimtab.config.checks import settle
 from trimtab.config.jobs import PPOOptions
-from trimtab.distributed.cluster.layout import Engines, Layout, Pool, table
+from trimtab.distributed.ray.placement import Engines, Layout, Pool, table
 from trimtab.errors import UserError
 from trimtab.plan.layouts import layout_of
 

@@ -9,10 +9,9 @@ import ray
 
 from tests.distributed.cluster.test_seats import nodes
 from trimtab.config.jobs import PPOOptions
-from trimtab.distributed.cluster import preflight as module
-from trimtab.distributed.cluster.inspection import inspector
-from trimtab.distributed.cluster.layout import Engines, Layout, Pool
-from trimtab.distributed.cluster.preflight import Places, preflight
+from trimtab.distributed.ray import preflight as module
+from trimtab.distributed.ray.placement import Engines, Layout, Pool
+from trimtab.distributed.ray.preflight import Places, inspector, preflight
 from trimtab.errors import UserError
 from trimtab.train.rl.places import places_of
 

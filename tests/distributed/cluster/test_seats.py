@@ -1,8 +1,7 @@
 import pytest
 
 from tests.distributed.cluster.test_layout import layout, of_each
-from trimtab.distributed.cluster.layout import Engines, Layout, Pool
-from trimtab.distributed.cluster.seats import CPU_SHARE, Node, missing, place
+from trimtab.distributed.ray.placement import CPU_SHARE, Engines, Layout, Node, Pool, missing, place
 from trimtab.errors import UserError
 
 

@@ -8,7 +8,7 @@ from tests.tiny import tiny_model
 from trimtab.config.checks import settle
 from trimtab.config.jobs import GRPOOptions, PPOOptions
 from trimtab.config.parse import parse
-from trimtab.distributed.cluster.layout import Engines, Layout, Pool
+from trimtab.distributed.ray.placement import Engines, Layout, Pool
 from trimtab.plan.cluster.advice import advice
 from trimtab.plan.cluster.candidates import candidates, groupings, sizes_of, splits, words_of
 from trimtab.plan.cluster.plan import AS_ASKED, Planner, plan_cluster

@@ -8,7 +8,7 @@ from tests.tiny import tiny_model
 from trimtab.config.checks import settle
 from trimtab.config.jobs import DPOOptions, GRPOOptions, SFTOptions
 from trimtab.config.parse import parse
-from trimtab.distributed import sharding
+from trimtab.distributed import fsdp as sharding
 from trimtab.plan.hardware import NAMED, Hardware
 from trimtab.plan.split.plan import share_of
 from trimtab.plan.split.share import LEARNT_KEYS

@@ -34,7 +34,7 @@ def words(folder: Path, out: Path, *more: str) -> list[str]:
 
 def keep_gradients(place: Path) -> None:
     """Write the gradients of the first update of actor and critic down, as they are before the optimiser."""
-    from trimtab.distributed.sharding import whole
+    from trimtab.distributed.fsdp import whole
     from trimtab.train.optimiser import Optimiser
 
     plain = Optimiser.step

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from trimtab.config.jobs import GRPOOptions
-from trimtab.distributed.cluster.losses import EngineLost
-from trimtab.distributed.roles import LocalGroup
+from trimtab.distributed.launcher import EngineLost, LocalGroup
 from trimtab.train.rl.publishing import SentWeights
 
 

@@ -10,7 +10,7 @@ from tests import warm
 from tests.train.rl.scripted_engine import ScriptedEngine, length_of
 from tests.train.rl.test_writing import DRAWN, Judge, Words, admission
 from trimtab.distributed.device import find_device
-from trimtab.distributed.world import find_world, leave_world
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.train.rl.rollouts import Rollouts
 
 

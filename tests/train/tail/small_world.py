@@ -18,8 +18,9 @@ from trimtab.config.checks import check, settle
 from trimtab.config.jobs import TailOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
-from trimtab.distributed.staging import Host, stage_of
-from trimtab.distributed.world import World
+from trimtab.distributed.launcher import Host
+from trimtab.distributed.local_launcher import stage_of
+from trimtab.distributed.process_group import World
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.rewards.types import RewardRequest, RewardResult

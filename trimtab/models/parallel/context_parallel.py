@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trimtab.data.batches import Span
-from trimtab.distributed.peers import Peers
-from trimtab.distributed.portions import begin_gathering, gather_portions, sum_portions
+from trimtab.distributed.collectives import begin_gathering, gather_portions, sum_portions
+from trimtab.distributed.process_group import Peers
 from trimtab.models.attention import Pad, attend_seen, attend_varlen, cumulative, varlen_applies
 
 Chunk = tuple[int, int]  # its first row, and one past its last

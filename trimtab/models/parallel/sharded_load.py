@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from trimtab.config.groups import LoadOptions
 from trimtab.data.hub import hub_or_cache
-from trimtab.distributed.blocks import blocks_of
 from trimtab.distributed.device import Device
+from trimtab.distributed.fsdp import blocks_of, keep_part, local
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.random_state import drawing_aside
-from trimtab.distributed.sharding import keep_part, local
 from trimtab.models.lora import adapters_aside
 from trimtab.models.packed import PackedModel
 from trimtab.models.pretrained import WeightFiles, fake_model, quiet_transformers, refuse_fresh_weights

@@ -13,9 +13,9 @@ from trimtab.config.learner import LearnerOptions
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.sharding import ShardingOptions
 from trimtab.distributed.device import Device
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, shard
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
-from trimtab.distributed.world import World
+from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.models.lora import refuse_adapted_experts
 from trimtab.models.packed import PackedModel, scoring

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.distributed.fsdp import split_again
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import split_again
 from trimtab.files import flush
 from trimtab.models.packed import PackedModel
 from trimtab.models.weight_export import Group, HFWeights

@@ -23,9 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from trimtab.distributed.blocks import blocks_of
-from trimtab.distributed.branches import beside, branch, gather, join
-from trimtab.distributed.sharding import local
+from trimtab.distributed.collectives import beside, branch, gather, join
+from trimtab.distributed.fsdp import blocks_of, local
 from trimtab.errors import UserError
 from trimtab.models.packed import PackedModel
 

@@ -7,7 +7,7 @@ models, beside engines (pairs); every model by itself (apart); and the built-in 
 import itertools
 from collections.abc import Iterator, Sequence
 
-from trimtab.distributed.cluster.layout import FLAGS, Engines, Layout, Pool
+from trimtab.distributed.ray.placement import FLAGS, Engines, Layout, Pool
 from trimtab.plan.hardware import Machines
 
 UNITS = ("actor", "reference", "teacher", "critic", "reward")

@@ -13,8 +13,8 @@ processes send each other in a pass is overlapped with its arithmetic: the longe
 
 from dataclasses import dataclass
 
-from trimtab.distributed.cluster.layout import Layout, Pool
-from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_whole_sums
+from trimtab.distributed.ray.placement import Layout, Pool
 from trimtab.plan.cluster.shares import EngineShare, Share, Shares
 from trimtab.plan.hardware import MAIN_MEMORY
 from trimtab.plan.models import PlannedModel

@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.config.placement import ROLES
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.distributed.cluster.layout import Layout
+from trimtab.distributed.ray.placement import Layout
 from trimtab.errors import UserError
 from trimtab.models.pretrained import first_line
 from trimtab.plan.cluster.candidates import UNITS, candidates

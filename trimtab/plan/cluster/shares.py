@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.distributed.cluster.layout import Engines, Layout, Pool
-from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_whole_sums
+from trimtab.distributed.ray.placement import Engines, Layout, Pool
 from trimtab.plan.hardware import Machines
 from trimtab.plan.memory import FILL, MOST_TOKENS, PHASES, SAMPLED_COPIES, Memory, Part, total
 from trimtab.plan.models import PlannedModel

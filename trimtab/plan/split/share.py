@@ -15,7 +15,7 @@ Everything but the last is of a model whose layers are cut in `Split.tensor` (na
 from collections.abc import Sequence
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_whole_sums
 from trimtab.models.load import TrainedModelOptions
 from trimtab.plan.hardware import Hardware
 from trimtab.plan.memory import FILL, MOST_TOKENS, Memory, Part, total

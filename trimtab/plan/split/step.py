@@ -12,7 +12,7 @@ Nothing hides the last four. As with one device it is for choosing between layou
 
 from collections.abc import Callable
 
-from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_whole_sums
 from trimtab.plan.hardware import MAIN_MEMORY, Machines
 from trimtab.plan.memory import Memory
 from trimtab.plan.models import PlannedModel

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from trimtab.data.batches import can_pin
-from trimtab.distributed.captures import Graph, capture
-from trimtab.distributed.device import has_graphs
+from trimtab.distributed.device import Graph, capture, has_graphs
 from trimtab.models.attention import PackedRow
 from trimtab.models.policy import Policy
 from trimtab.models.pretrained import first_line

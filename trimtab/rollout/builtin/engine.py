@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.distributed.memory import free_memory
-from trimtab.distributed.peers import Peers
-from trimtab.distributed.watch import pulse
+from trimtab.distributed.device import free_memory
+from trimtab.distributed.process_group import Peers
+from trimtab.distributed.supervision import pulse
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.models.rotary import generated_context

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trimtab.distributed.device import has_kernels
-from trimtab.distributed.memory import free_memory
-from trimtab.distributed.peers import Peers
+from trimtab.distributed.device import free_memory, has_kernels
+from trimtab.distributed.process_group import Peers
 from trimtab.rollout.builtin.prefix_cache import BlockPool, PrefixCache
 
 

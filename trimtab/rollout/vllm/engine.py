@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.distributed.alone import be_alone
-from trimtab.distributed.watch import pulse
+from trimtab.distributed.process_group import be_alone
+from trimtab.distributed.supervision import pulse
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.pretrained import from_pretrained
 from trimtab.models.weight_export import WeightExport
@@ -412,7 +412,7 @@ class VLLMEngine(BaseEngine):
         return self.llm.collective_rpc("receiver_address")
 
     def connect(self, plan: list[dict[str, Any]]) -> None:
-        """Open the links over which weights come; see distributed/link.py for plans."""
+        """Open the links over which weights come; see distributed/weight_transfer.py for plans."""
         self._check_idle("its links may change when all its answers are taken")
         self._attempt("connect_receiver", plan)
 

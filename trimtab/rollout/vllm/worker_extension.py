@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trimtab.distributed.link import Link, join_as_receiver, seat
+from trimtab.distributed.weight_transfer import Link, join_as_receiver, seat
 from trimtab.errors import UserError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for

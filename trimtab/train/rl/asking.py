@@ -8,8 +8,7 @@ from typing import Any
 
 from trimtab.data.prompts import PromptStore
 from trimtab.data.tokenizer import texts_of
-from trimtab.distributed.cluster.losses import EngineLost
-from trimtab.distributed.roles import Group
+from trimtab.distributed.launcher import EngineLost, Group
 from trimtab.distributed.serialization import NotSerializable
 from trimtab.errors import OutOfMemory, UserError
 from trimtab.rewards.requests import PromptBatch, make_reward_request

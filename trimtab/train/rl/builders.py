@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from trimtab.config.jobs import RLOptions
-from trimtab.distributed.sharding import GRADIENT_DTYPES
-from trimtab.distributed.staging import Place
+from trimtab.distributed.fsdp import GRADIENT_DTYPES
+from trimtab.distributed.launcher import Place
 from trimtab.models.load import Loaded, load_policy, load_reward_model
 from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic

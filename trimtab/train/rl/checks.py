@@ -8,7 +8,7 @@ from trimtab.config.jobs import RLOptions, TailOptions
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore
 from trimtab.data.tokenizer import load_tokenizer
-from trimtab.distributed.staging import Unit
+from trimtab.distributed.launcher import Unit
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.packed import PackedModel

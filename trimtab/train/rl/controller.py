@@ -8,10 +8,9 @@ from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
-from trimtab.distributed.roles import Group
-from trimtab.distributed.staging import Unit
-from trimtab.distributed.watch import pulse
-from trimtab.distributed.world import World
+from trimtab.distributed.launcher import Group, Unit
+from trimtab.distributed.process_group import World
+from trimtab.distributed.supervision import pulse
 from trimtab.models.load import fake_policy
 from trimtab.plan.micro_batches import (
     default_line,

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from trimtab.config.jobs import RLOptions
 from trimtab.config.sources import listed
-from trimtab.distributed.cluster.layout import Layout
-from trimtab.distributed.staging import Unit
+from trimtab.distributed.launcher import Unit
+from trimtab.distributed.ray.placement import Layout
 from trimtab.plan.layouts import layout_of
 from trimtab.rollout.factory import engine_environment
 from trimtab.train.rl import builders

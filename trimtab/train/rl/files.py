@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
+from trimtab.distributed.launcher import Group
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.roles import Group
 from trimtab.errors import RunFailed, UserError
 from trimtab.files import writing
 from trimtab.train.checkpoint import Checkpoints, reading

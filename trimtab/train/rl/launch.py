@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from trimtab.config.jobs import RLOptions
 from trimtab.distributed.device import find_device
-from trimtab.distributed.staging import Host, Stage, WorldStage, stage_of
-from trimtab.distributed.stopping import heard_by_all, was_told
-from trimtab.distributed.world import World, find_world, leave_world
+from trimtab.distributed.launcher import Host, Stage
+from trimtab.distributed.local_launcher import WorldStage, stage_of
+from trimtab.distributed.process_group import World, find_world, heard_by_all, leave_world, was_told
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of

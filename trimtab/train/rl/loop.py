@@ -1,6 +1,6 @@
 """The RL loop: sample, score, shape, update, log, save.
 
-It is ordinary sequential code in one process and speaks to roles (distributed/roles.py), which may be in this process
+It is ordinary sequential code in one process and speaks to roles (distributed/launcher.py), which may be in this process
 or in many. What it remembers between iterations is a few numbers; what it is in the middle of is an `Iteration`. Both
 are in every checkpoint, so a run that was stopped anywhere goes on as if it had not been.
 """
@@ -16,8 +16,7 @@ from trimtab.algos.advantages import joined_moments
 from trimtab.algos.policy_losses import adapted_kl_coefficient
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
-from trimtab.distributed.cluster.losses import EngineLost
-from trimtab.distributed.roles import Group
+from trimtab.distributed.launcher import EngineLost, Group
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed

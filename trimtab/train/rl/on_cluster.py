@@ -11,14 +11,13 @@ import time
 from trimtab.config.jobs import RLOptions
 from trimtab.config.support import device_problems
 from trimtab.data.hub import trust
-from trimtab.distributed.cluster.connect import connected, stop_line
-from trimtab.distributed.cluster.layout import Layout, table
-from trimtab.distributed.cluster.losses import Lost
-from trimtab.distributed.cluster.preflight import preflight
-from trimtab.distributed.cluster.seats import Placement
-from trimtab.distributed.cluster.stage import RayStage
-from trimtab.distributed.cluster.worker import Job
-from trimtab.distributed.devices import Kind, of_resource
+from trimtab.distributed.device import Kind, of_resource
+from trimtab.distributed.launcher import Lost
+from trimtab.distributed.ray.connection import connected, stop_line
+from trimtab.distributed.ray.launcher import RayStage
+from trimtab.distributed.ray.placement import Layout, Placement, table
+from trimtab.distributed.ray.preflight import preflight
+from trimtab.distributed.ray.workers import Job
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.config.jobs import RLOptions
-from trimtab.distributed.roles import Group
-from trimtab.distributed.world import deal
+from trimtab.distributed.launcher import Group
+from trimtab.distributed.process_group import deal
 from trimtab.plan.workload import scoring_tokens
 from trimtab.train.pass_limit import FLAGS, BeginAnew, NoRoom, PassLimit, Result, until_it_fits
 from trimtab.train.rl.batches import Slice

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from trimtab.config.jobs import RLOptions, TailOptions
 from trimtab.config.sources import FILE_TYPES, listed
-from trimtab.distributed.cluster.preflight import Places
+from trimtab.distributed.ray.preflight import Places
 from trimtab.train.rl.checks import places_written
 
 SHARED = ("save_path", "ckpt_path")

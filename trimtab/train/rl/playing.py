@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
-from trimtab.distributed.peers import Peers
+from trimtab.distributed.process_group import Peers
 from trimtab.errors import UserError
 from trimtab.models.load import fake_policy
 from trimtab.models.rotary import generated_context

@@ -15,7 +15,7 @@ import torch
 
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
-from trimtab.distributed.roles import Group
+from trimtab.distributed.launcher import Group
 from trimtab.errors import RunFailed
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.alarms import MUCH_GAP

@@ -11,9 +11,8 @@ from typing import Protocol
 
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
-from trimtab.distributed.cluster.losses import EngineLost
-from trimtab.distributed.link import GLOO, plan_links
-from trimtab.distributed.roles import Group
+from trimtab.distributed.launcher import EngineLost, Group
+from trimtab.distributed.weight_transfer import GLOO, plan_links
 from trimtab.train.rl.passes import Passes
 from trimtab.train.rl.probe import Probe
 from trimtab.train.rl.role_groups import Roles

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab.config.jobs import RLOptions
-from trimtab.distributed.cluster.layout import table
 from trimtab.distributed.device import find_device
-from trimtab.distributed.staging import Unit
+from trimtab.distributed.launcher import Unit
+from trimtab.distributed.ray.placement import table
 from trimtab.models.load import fake_policy
 from trimtab.plan.micro_batches import default_line, uses_default_tokens, with_default_tokens, work_of_prompts
 from trimtab.rewards.build import check_columns, check_reward

@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 from trimtab.config.jobs import RLOptions
+from trimtab.distributed.launcher import Role
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
 from trimtab.models.compile import compile_problem, disable_compile
 from trimtab.rewards.models import ModelReward, ProcessReward

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trimtab.distributed.roles import Group
+from trimtab.distributed.launcher import Group
 
 
 @dataclass

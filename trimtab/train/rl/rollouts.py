@@ -9,9 +9,9 @@ import contextlib
 from collections.abc import Callable, Generator
 from typing import Any
 
-from trimtab.distributed.link import Plan
-from trimtab.distributed.peers import Peers
-from trimtab.distributed.roles import Role
+from trimtab.distributed.launcher import Role
+from trimtab.distributed.process_group import Peers
+from trimtab.distributed.weight_transfer import Plan
 from trimtab.errors import OutOfMemory
 from trimtab.rewards.build import Parts
 from trimtab.rewards.requests import PromptBatch

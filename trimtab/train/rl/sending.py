@@ -4,7 +4,7 @@ from typing import Any
 
 from trimtab.config.jobs import RLOptions
 from trimtab.distributed.device import Device
-from trimtab.distributed.link import Outgoing, Plan
+from trimtab.distributed.weight_transfer import Outgoing, Plan
 from trimtab.models.policy import Policy
 from trimtab.models.weight_export import WeightExport
 

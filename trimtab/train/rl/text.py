@@ -9,7 +9,7 @@ from trimtab.data.packing import chunk, pack
 from trimtab.data.sources import load_rows
 from trimtab.data.token_store import TokenStore
 from trimtab.data.tokens import build_sft_store
-from trimtab.distributed.world import deal
+from trimtab.distributed.process_group import deal
 from trimtab.train.rl.batches import TextSlice
 from trimtab.train.rl.cut import halves
 from trimtab.train.rl.passes import Passes

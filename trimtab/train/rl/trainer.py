@@ -15,10 +15,10 @@ from torch import Tensor
 from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
-from trimtab.distributed.link import Plan
+from trimtab.distributed.fsdp import sync_gradients
+from trimtab.distributed.launcher import Role
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.roles import Role
-from trimtab.distributed.sharding import sync_gradients
+from trimtab.distributed.weight_transfer import Plan
 from trimtab.files import reason
 from trimtab.models.compile import AtWork, compile_problem, disable_compile
 from trimtab.models.load import Loaded

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from trimtab.distributed.peers import Peers
-from trimtab.distributed.watch import pulse
+from trimtab.distributed.process_group import Peers
+from trimtab.distributed.supervision import pulse
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.sampling import SamplingParams

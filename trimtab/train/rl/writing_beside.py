@@ -7,7 +7,7 @@ engine to others (new weights, evaluation) the thread sets everything down; or i
 import threading
 import time
 
-from trimtab.distributed.watch import pulse
+from trimtab.distributed.supervision import pulse
 from trimtab.errors import OutOfMemory
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.pass_limit import memory_guard

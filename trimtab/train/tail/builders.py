@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from trimtab.config.jobs import TailOptions
-from trimtab.distributed.staging import Place
+from trimtab.distributed.launcher import Place
 from trimtab.models.load import load_policy
 from trimtab.models.policy import Policy
 from trimtab.models.proposal_policies import SharedBasePolicy, TwistedPolicy, TwistModel, twist_of

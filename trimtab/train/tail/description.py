@@ -3,7 +3,7 @@
 import dataclasses
 
 from trimtab.config.jobs import TailOptions
-from trimtab.distributed.staging import Unit
+from trimtab.distributed.launcher import Unit
 from trimtab.train.rl.description import described, in_their_processes
 from trimtab.train.tail import builders
 

@@ -5,8 +5,7 @@ from typing import Any
 from trimtab.config.jobs import TailOptions
 from trimtab.config.repulse_spelling import run_name
 from trimtab.data.prompts import Stores
-from trimtab.distributed.roles import Group
-from trimtab.distributed.staging import Unit
+from trimtab.distributed.launcher import Group, Unit
 from trimtab.errors import UserError
 from trimtab.evaluate.bad_words import check_countable
 from trimtab.models.load import fake_policy

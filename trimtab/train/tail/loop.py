@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.config.tail import PUSHING
-from trimtab.distributed.roles import Group
+from trimtab.distributed.launcher import Group
 from trimtab.interrupts import StopRequest
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.asking import Asking

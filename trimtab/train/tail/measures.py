@@ -17,8 +17,8 @@ from trimtab.algos.tail import answer_returns, log_ratios
 from trimtab.config.jobs import TailOptions
 from trimtab.config.tail import GPT2_BAD_TOKENS
 from trimtab.data.prompts import PromptStore
-from trimtab.distributed.roles import Role
-from trimtab.distributed.sharding import gathered
+from trimtab.distributed.fsdp import gathered
+from trimtab.distributed.launcher import Role
 from trimtab.errors import UserError
 from trimtab.evaluate import tail_files
 from trimtab.evaluate.bad_words import log_bad_probability

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.sharding import whole
+from trimtab.distributed.fsdp import whole
 from trimtab.models.packed import scoring
 from trimtab.models.proposal_policies import TwistedPolicy, TwistModel
 from trimtab.train.pass_limit import memory_guard

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.distributed.cluster.losses import EngineLost
-from trimtab.distributed.roles import Done, Group, Processes, Unanswered
+from trimtab.distributed.launcher import Done, EngineLost, Group, Processes, Unanswered
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait, Written

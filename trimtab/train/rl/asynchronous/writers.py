@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.distributed.roles import Group
+from trimtab.distributed.launcher import Group
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams

@@ -7,8 +7,7 @@ nobody has any more. Nobody is waited for in silence: who does not answer is tol
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.distributed.cluster.losses import EngineLost
-from trimtab.distributed.roles import Pending, Unanswered
+from trimtab.distributed.launcher import EngineLost, Pending, Unanswered
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.rl.answers import UnderWay, Wait
 from trimtab.train.rl.asking import Asking

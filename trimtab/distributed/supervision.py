@@ -1,7 +1,11 @@
-"""Start several processes of one command on this machine, and end them together.
+"""A process that hangs is named and ended, and none outlives the launcher that started it.
 
-The first process has the terminal. What another one says is shown only if it is the first to fail: its own exception,
-not the others' complaints about a closed connection. One that gives no sign of life is named and ended (watch.py).
+Every process of a world watches itself from a thread: late is one whose work has not moved for --hang_timeout seconds
+while it was not waiting for others, for a reward within its limit, or for its next call. One that stands inside a
+collective is a victim more likely than the cause, so it lets the others be named first.
+
+A process that is stopped cannot watch itself. Our launcher has a line to each and misses the beats of such a one; under
+another launcher the beats lie in the store, where the first process looks at the others and they look at it.
 """
 
 import contextlib
@@ -13,15 +17,172 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from trimtab.distributed.watch import LINE
 from trimtab.interrupts import SIGNALS, handled_signals
+
+LINE = "TRIMTAB_LAUNCHER_LINE"  # descriptor of the socket to our launcher
+BEAT = b"."
+LEFT = b"left"
+GRACE = 0.25  # share of the time that one inside a collective waits on, for the cause to be named
+SHOWN_FRAMES = 6
+
+
+class Pulse:
+    """When the work of this process last moved, and what it was doing."""
+
+    def __init__(self) -> None:
+        self.moved, self.doing = time.monotonic(), "starting"
+        self.limit: float | None = None  # seconds that it may stand still; None: nobody watches
+        self.left = False
+        self.resting = False
+        self.thread: int | None = None  # that works; None: the main one
+        self._waits = 0
+        self._lock = threading.Lock()
+
+    def move(self, doing: str | None = None) -> None:
+        self.moved, self.doing, self.resting = time.monotonic(), doing or self.doing, False
+
+    def rest(self) -> None:
+        """Until the next move there is nothing to do."""
+        self.resting = True
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, this process waits for something that has its own limit, or may take any time."""
+        with self._lock:
+            self._waits += 1
+        try:
+            yield
+        finally:
+            self.move()
+            with self._lock:
+                self._waits -= 1
+
+    def still(self) -> float:
+        """Seconds without a move; 0 while it waits or rests, and when it has left the others."""
+        return 0.0 if self._waits or self.resting or self.left else time.monotonic() - self.moved
+
+
+pulse = Pulse()
+
+
+def watch(seconds: float) -> None:
+    """Begin to watch this process, if it is one of several."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return
+    pulse.move()
+    pulse.limit, pulse.left = seconds, False
+    line = socket.socket(fileno=int(os.environ[LINE])) if LINE in os.environ else None
+    if line is not None:
+        os.set_inheritable(line.fileno(), False)
+        line.setblocking(False)
+    threading.Thread(target=_watch_self, args=(seconds, line), name="watch", daemon=True).start()
+
+
+def watch_others(store: Any, rank: int, size: int) -> None:
+    """Notice processes that give no sign of life, where no launcher of ours does."""
+    if pulse.limit is None or LINE in os.environ:
+        return
+    arguments = (store.clone(), rank, size, pulse.limit)  # a connection of its own, for another thread
+    threading.Thread(target=_watch_others, args=arguments, name="watch others", daemon=True).start()
+
+
+def _watch_self(seconds: float, line: socket.socket | None) -> None:
+    while True:
+        if line is not None and not _is_held(line):
+            os.kill(os.getpid(), signal.SIGTERM)  # save, and leave
+            line = None
+        still = pulse.still()
+        if still > seconds and (still > seconds * (1 + GRACE) or not in_collective()):
+            _leave_hanging(seconds)
+        time.sleep(min(1.0, seconds / 10))
+
+
+def _is_held(line: socket.socket) -> bool:
+    """Send a sign of life; whether anybody is at the other end."""
+    try:
+        line.send(BEAT)
+        return line.recv(1) != b""
+    except BlockingIOError:  # nothing to read: it never says anything
+        return True
+    except OSError:
+        return False
+
+
+def _watch_others(store: Any, rank: int, size: int, seconds: float) -> None:
+    others = range(1, size) if rank == 0 else [0]
+    seen = {other: (b"", time.monotonic()) for other in others}
+    beats = 0
+    while True:
+        beats += 1
+        try:
+            store.set(_key(rank), LEFT if pulse.left else str(beats))
+            if pulse.left:
+                return
+            for other in others:
+                beat = store.get(_key(other))
+                if beat != seen[other][0] or beat == LEFT:
+                    seen[other] = beat, time.monotonic()
+        except RuntimeError:  # the store has gone, and with it the run; whoever works will notice
+            return
+        for other, (_, when) in seen.items():
+            if time.monotonic() - when > seconds:
+                _leave(f"process {other} has given no sign of life for {seconds:g} s (--hang_timeout)")
+        time.sleep(min(10.0, seconds / 10))
+
+
+def _key(rank: int) -> str:
+    return f"trimtab_pulse/{rank}"
+
+
+def _frames() -> list[traceback.FrameSummary]:
+    frame = sys._current_frames().get(pulse.thread or threading.main_thread().ident or 0)
+    return list(traceback.extract_stack(frame)) if frame is not None else []
+
+
+def in_collective() -> bool:
+    """Whether this process stands where it waits for others."""
+    inside = os.path.join("torch", "distributed", "")
+    return any(inside in frame.filename for frame in _frames()[-12:])
+
+
+def _leave_hanging(seconds: float) -> None:
+    why = "waits for a process that does not come" if in_collective() else "hangs"
+    rank = os.environ.get("RANK", "0")
+    frames = "".join(traceback.format_list(_frames()[-SHOWN_FRAMES:]))
+    _leave(f"process {rank} {why}: {pulse.doing} has not moved for {seconds:g} s (--hang_timeout)\n{frames.rstrip()}")
+
+
+def _leave(message: str) -> None:
+    """At once: what hangs cannot be asked to leave."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"trimtab: {message}\n".encode())
+    os._exit(1)
+
+
+# What PyTorch says in a process whose neighbour has gone: a consequence, not a cause.
+OF_ANOTHER = (
+    *("connection closed by peer", "connection reset", "broken pipe", "timed out", "connection refused"),
+    *("failed to recv", "failed to send", "socket closed", "no route to host", "distnetworkerror"),
+)
+
+
+def is_of_another(message: str) -> bool:
+    """Whether a process failed only because another one has."""
+    return any(words in message.lower() for words in OF_ANOTHER)
+
+
+# ---- Start several processes of one command on this machine, and end them together. The first process has the
+# terminal. What another one says is shown only if it is the first to fail: its own exception, not the others'
+# complaints about a closed connection. One that gives no sign of life is named and ended (watch.py).
+
 
 STORE_SOCKET = "TRIMTAB_STORE_SOCKET"  # descriptor of the socket at which the first process meets the others
 HANG_TIMEOUT = 1800.0
-PATIENCE = 10.0  # seconds that the others get to end by themselves
+TO_LEAVE = 10.0  # seconds that the others get to end by themselves
 FIRST_SIGN = 300.0  # seconds more until the first sign of life, while everything is imported
 SHOWN_LINES = 30
 # Why a process usually gets a signal that it cannot answer.
@@ -58,7 +219,7 @@ def launch(
                 _signal_all(ranks, signal.SIGTERM)
             code, killed = _wait(ranks, asked, hang_timeout)
         finally:
-            _end(ranks)
+            _end_all(ranks)
     if killed and go_on is not None:
         ranks[0].say(go_on())
     return code if code >= 0 else 128 - code
@@ -116,7 +277,7 @@ class _Rank:
     def heard_out(self) -> None:
         """Wait until all that it has said is heard, once it has ended."""
         for listener in self._listeners:
-            listener.join(PATIENCE)
+            listener.join(TO_LEAVE)
 
     def silence(self) -> float:
         """Seconds since its last sign of life."""
@@ -228,9 +389,9 @@ def _signal_all(ranks: list[_Rank], number: int) -> None:
             rank.process.send_signal(number)
 
 
-def _end(ranks: list[_Rank]) -> None:
+def _end_all(ranks: list[_Rank]) -> None:
     _signal_all(ranks, signal.SIGTERM)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TO_LEAVE
     for rank in ranks:
         try:
             rank.process.wait(max(0.0, deadline - time.monotonic()))

@@ -19,12 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimtab.distributed.calling_off import meet_again, reason_to_call_off
-from trimtab.distributed.connections import opening
-from trimtab.distributed.roles import Group, Processes
+from trimtab.distributed.launcher import HOST, Group, Host, LocalStage, Processes, SeededOptions, Stage
+from trimtab.distributed.process_group import PATIENCE, World, meet_again, opening, reason_to_call_off
 from trimtab.distributed.serialization import Serializer
-from trimtab.distributed.watch import pulse
-from trimtab.distributed.world import PATIENCE, World
+from trimtab.distributed.supervision import pulse
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 
 FAILURE = "trimtab_failure"
@@ -224,3 +222,41 @@ class WorldGroup(Group):
     def meet_again(self) -> bool:
         self._switchboard.meet_again()
         return True
+
+
+class WorldStage(Stage):
+    """Made in every process of a world; the first one runs the loop, the others `serve`."""
+
+    def __init__(self, host: Host, records: Sequence[type]):
+        self.host = host
+        self.device, self.world, self.stop = host.device, host.world, host.stop
+        self._switchboard = Switchboard(host.world, host.roles, records)
+        self._hosts = self._switchboard.group(HOST)
+
+    def groups(self, options: SeededOptions) -> dict[str, Group]:
+        assert options == self.host.options, "the other processes know the options as they were given"
+        for unit in self.host.units:
+            self._hosts.call("build", unit=unit)
+        self._hosts.call("settle")
+        return {name: self._switchboard.group(name, found) for name, found in self.host.processes().items()}
+
+    def groups_anew(self) -> dict[str, Group]:
+        self._hosts.call("let_go")
+        return self.groups(self.host.options)
+
+    def serve(self) -> None:
+        try:
+            self._switchboard.serve()
+        finally:
+            self.host.close()
+
+    def hang_up(self) -> None:
+        self._switchboard.hang_up()
+
+    def close(self) -> None:
+        self.host.close()
+
+
+def stage_of(host: Host, records: Sequence[type] = ()) -> LocalStage | WorldStage:
+    """The way that fits how this process was started. `records`: what may travel to roles and back."""
+    return LocalStage(host) if host.world.size == 1 else WorldStage(host, records)

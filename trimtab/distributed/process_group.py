@@ -1,0 +1,379 @@
+"""Processes that add up, compare and wait together. One alone does so without any communication."""
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from trimtab.distributed.device import INTERFACES, Device, kind_of, widest
+from trimtab.distributed.serialization import Serializer
+from trimtab.distributed.supervision import STORE_SOCKET, pulse, watch_others
+from trimtab.errors import UserError
+from trimtab.interrupts import SIGNALS, StopRequest
+
+
+@dataclass(frozen=True)
+class Peers:
+    rank: int = 0  # of this process among them
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    # torch's group of them. None: all processes that have met, also after they had to meet again.
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """The one process that speaks and writes for all."""
+        return self.rank == 0
+
+    def add_up(self, values: dict[str, Tensor]) -> dict[str, float]:
+        """The sum of every figure over all of them, which all then know."""
+        if not values:
+            return {}
+        stacked = torch.stack([self._wide(v.detach()).reshape(()) for v in values.values()])
+        return dict(zip(values, self.sum(stacked).tolist()))
+
+    def _wide(self, value: Tensor) -> Tensor:
+        """In double precision, in main memory if the device has none."""
+        return (value if widest(value.device) == torch.float64 else value.cpu()).double()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            tensor = tensor.clone()
+            with pulse.waiting():
+                dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def maximum(self, value: int) -> int:
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value, device=self.device)
+        with pulse.waiting():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+            return int(tensor)
+
+    def any(self, holds: bool) -> bool:
+        """Whether it holds in one of them."""
+        return bool(self.maximum(int(holds)))
+
+    def minimum(self, value: int) -> int:
+        return -self.maximum(-value)
+
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """The first one's, in all of them."""
+        if self.size > 1:
+            tensor = tensor.contiguous()
+            with pulse.waiting():
+                dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all of them, in rank order, known to all."""
+        if self.size == 1:
+            return [value]
+        serializer = Serializer()
+        message = torch.frombuffer(serializer.pack(value), dtype=torch.uint8)
+        longest = self.maximum(len(message))
+        messages = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        with pulse.waiting():
+            dist.all_gather(messages, torch.nn.functional.pad(message, (0, longest - len(message))), group=self.group)
+        return [serializer.unpack(message.numpy()) for message in messages]
+
+    def wait(self) -> None:
+        if self.size > 1:
+            with pulse.waiting():
+                dist.barrier(group=self.group)
+
+
+# ---- All processes of a run. One process is a world of one, without any communication.
+
+
+Item = TypeVar("Item")
+
+# Of one message or collective: processes wait for each other as long as a slow reward takes, and watch.py finds out
+# which of them hangs.
+PATIENCE = timedelta(days=30)
+
+
+@dataclass(frozen=True)
+class World(Peers):
+    """Who started together, or have met otherwise. Who of them hold a model together is a mesh (mesh.py)."""
+
+    def say(self, line: str) -> None:
+        if self.leads:
+            print(line, flush=True)
+
+
+def find_world(device: Device) -> World:
+    """Join the processes that a launcher started, if one did."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size == 1:
+        return World(device=device.torch)
+    if not dist.is_initialized():
+        join(device.torch, **_meeting_place(size))
+        watch_others(dist.distributed_c10d._get_default_store(), dist.get_rank(), size)
+    return World(dist.get_rank(), size, device.torch)
+
+
+def join(device: torch.device, **place: Any) -> None:
+    """Meet the other processes at `place`: a store, this process's rank and how many they are."""
+    library = collectives_of(device)
+    if library is None:
+        raise UserError(f"{kind_of(device).name} has no collectives in this torch: start one process")
+    # What is kept in main memory is summed there.
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
+    # A device that is bound must be known to every group, also to those that speak gloo alone.
+    known = device.type != "cpu" and device.type in dist.Backend.backend_capability[dist.Backend.GLOO]
+    options = {"device_id": device} if known else {}
+    with opening():
+        dist.init_process_group(backend, timeout=PATIENCE, **place, **options)
+
+
+def collectives_of(device: torch.device) -> str | None:
+    """The library by which processes on such devices speak to each other, if there is one."""
+    if (known := kind_of(device).collectives) is not None:
+        return known
+    try:
+        return dist.get_default_backend_for_device(device.type)
+    except ValueError:
+        return None
+
+
+def _meeting_place(size: int) -> dict[str, Any]:
+    """The store of processes that our own launcher started, behind its socket on the loopback interface: torch itself
+    would listen on every interface. Other launchers have a place of their own."""
+    if STORE_SOCKET not in os.environ:
+        return {}
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    listening = {"is_master": True, "master_listen_fd": int(os.environ[STORE_SOCKET])} if rank == 0 else {}
+    store = dist.TCPStore("127.0.0.1", port, size, wait_for_workers=False, **listening)
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+def leave_world() -> None:
+    pulse.left = True
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def deal(
+    items: list[Item], size: int, cost: Callable[[Item], int], split: Callable[[Item], list[Item]]
+) -> list[list[Item | None]]:
+    """Share out items so that every process has equally many and about equal cost.
+
+    Costly items are split until their number divides; where nothing can be split any more, a process gets None: it
+    still takes part in the collectives of that turn, with an item that counts for nothing.
+    """
+    items = list(items)
+    while len(items) % size:
+        for index in sorted(range(len(items)), key=lambda i: (-cost(items[i]), i)):
+            parts = split(items[index])
+            if len(parts) > 1:
+                items[index : index + 1] = parts
+                break
+        else:
+            break
+    padded: list[Item | None] = [*items, *[None] * (-len(items) % size)]
+    turns = len(padded) // size
+    shares: list[list[Item | None]] = [[] for _ in range(size)]
+    load = [0] * size
+    for item in sorted(padded, key=lambda x: 0 if x is None else -cost(x)):
+        rank = min((r for r in range(size) if len(shares[r]) < turns), key=lambda r: (load[r], r))
+        shares[rank].append(item)
+        load[rank] += 0 if item is None else cost(item)
+    return shares
+
+
+# ---- Network interfaces of this machine, by their addresses.
+
+
+GET_ADDRESS = 0x8915  # of an interface: SIOCGIFADDR
+
+
+def speak_at(address: str) -> None:
+    """Have the sockets between processes use the interface that has this address, unless another is asked for."""
+    if (name := interface_at(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        for variable in INTERFACES:
+            os.environ.setdefault(variable, name)
+
+
+def interface_at(address: str) -> str | None:
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
+
+
+def address_of(interface: str) -> str | None:
+    """Its IPv4 address."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anything:
+            asked = struct.pack("256s", interface[:15].encode())
+            return socket.inet_ntoa(fcntl.ioctl(anything.fileno(), GET_ADDRESS, asked)[20:24])
+    except OSError:
+        return None
+
+
+# ---- The sockets between this process and those that it computes with, so that they can be broken and nothing else
+# is. PyTorch names none of them, but opens all while a group of processes is being made: what was not there before is
+# noted.
+
+
+_noted: set[int] = set()  # by their place in the kernel: a descriptor's number is used again
+
+
+@contextlib.contextmanager
+def opening() -> Iterator[None]:
+    """Inside, a group of processes is made."""
+    before = _streams()
+    try:
+        yield
+    finally:
+        _noted.update(_streams().keys() - before.keys())
+
+
+def break_all(*, but: int = 0) -> None:
+    """`but`: a port whose connections are left alone."""
+    for place, descriptor in _streams().items():
+        if place in _noted:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if but not in (connection.getsockname()[1], connection.getpeername()[1]):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _streams() -> dict[int, int]:
+    """The open TCP sockets of this process: place in the kernel, descriptor."""
+    found = {}
+    for name in os.listdir("/dev/fd"):
+        descriptor = int(name)
+        with contextlib.suppress(OSError):
+            # A copy of anything else would stay open, and of a locked file it would take the lock away when closed.
+            status = os.fstat(descriptor)
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    found[status.st_ino] = descriptor
+    return found
+
+
+# ---- Calling off what the processes of a world are in the middle of, so that all can begin it anew. A process that
+# cannot go on inside a collective leaves the others waiting in it. It says why in the store that all share and breaks
+# its connections; the others then fail where they wait, find the reason, and break theirs. Afterwards all meet again,
+# at the same store, as a new group of processes.
+
+
+ABORT_KEY = "trimtab_called_off"
+
+
+def call_off(why: str) -> None:
+    """Break off the collectives of this world. What the others wait for will not come."""
+    if _is_world():
+        _get_default_store().set(ABORT_KEY, why)
+        _break_connections()
+
+
+def reason_to_call_off() -> str | None:
+    """Why another process has called this world's collectives off, if one has; then this one does the same."""
+    if not _is_world():
+        return None
+    try:
+        if not _get_default_store().check([ABORT_KEY]):
+            return None
+        why = _get_default_store().get(ABORT_KEY).decode(errors="replace")
+    except RuntimeError:  # the store has gone with its process: not called off, but broken
+        return None
+    _break_connections()
+    return why
+
+
+def meet_again(world: World) -> None:
+    """A new group of the same processes in place of the one that was called off. What was made for the old group, a
+    split model most of all, cannot be used in the new one."""
+    if world.size == 1:
+        return
+    store = dist.PrefixStore("again", _get_default_store())
+    dist.destroy_process_group()
+    with pulse.waiting():  # another one may be in the middle of a long call
+        join(world.device, store=store, rank=world.rank, world_size=world.size)
+
+
+def _is_world() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _break_connections() -> None:
+    break_all(but=int(os.environ.get("MASTER_PORT", 0)))  # where the store is
+
+
+# ---- A signal that reaches one process of a world is heard by all of them, whatever they are waiting for. A process
+# inside a collective runs none of its signal handlers, so a thread listens: Python writes the signal's number to a
+# socket at once. The thread passes it on in the store that all share, and looks there for what others got.
+
+
+SIGNAL_CHECK_SECONDS = 0.5  # seconds
+STOP_KEY = "trimtab_stop"
+
+
+@contextlib.contextmanager
+def heard_by_all(stop: StopRequest, world: World) -> Iterator[None]:
+    if world.size == 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    told, listening = socket.socketpair()
+    told.setblocking(False)
+    ended = threading.Event()
+    store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own, for another thread
+    thread = threading.Thread(target=_listen, args=(stop, store, listening, ended), name="signals", daemon=True)
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(before)
+        told.close()
+        thread.join()
+        listening.close()
+
+
+def was_told(stop: StopRequest, world: World) -> bool:
+    """Whether the run has been told to stop. A process that left for that reason may have gone before its word came."""
+    deadline = time.monotonic() + (2 * SIGNAL_CHECK_SECONDS if world.size > 1 else 0.0)
+    while not stop.requested() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return stop.requested()
+
+
+def _listen(stop: StopRequest, store: dist.Store, listening: socket.socket, ended: threading.Event) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # the store ends with the first process; or a stranger wrote
+        if stop.signal is not None:
+            store.set(STOP_KEY, str(int(stop.signal)))
+        while not ended.is_set():
+            if select.select([listening], [], [], SIGNAL_CHECK_SECONDS)[0]:
+                for number in listening.recv(64):
+                    if number in SIGNALS:
+                        store.set(STOP_KEY, str(number))
+            elif stop.signal is None and store.check([STOP_KEY]) and (number := int(store.get(STOP_KEY))) in SIGNALS:
+                stop.hear(number)
+
+
+# ---- A world of one for a library that insists on torch's default group: it would else open a port on every interface.
+
+
+def be_alone() -> None:
+    """Join a group of this process alone, which nobody can reach; nothing, if there is a group already."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
