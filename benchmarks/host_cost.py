@@ -32,7 +32,7 @@ from trimtab.config.jobs import GRPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.packing import pack
 from trimtab.data.token_store import TokenStore
-from trimtab.distributed.launcher import LocalGroup
+from trimtab.distributed.launcher import InProcessGroup
 from trimtab.models.attention import PackedRow
 from trimtab.models.policy import Policy
 from trimtab.rewards.requests import PromptBatch
@@ -202,7 +202,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         experience = Experience.joined([experience])
         experience = experience.take(experience.samples_of(range(groups)))
         experience.reward(RewardResult(rng.random(options.answers).tolist()))
-    passes, actor = Passes(settings), LocalGroup("actor", Listener(device, clock), SimpleNamespace())
+    passes, actor = Passes(settings), InProcessGroup("actor", Listener(device, clock), SimpleNamespace())
     with clock.part("scoring, one column"):
         passes.fill(experience, "old_N", actor, "take")
     with clock.part("advantages"):

@@ -21,7 +21,7 @@ import torch
 
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
-from trimtab.distributed.weight_transfer import BUCKET, Outgoing, plan_links
+from trimtab.distributed.weight_transfer import BUCKET_BYTES, TransferSender, plan_transfer
 from trimtab.embedded.sort_task import make_prompts, make_tokenizer
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
@@ -193,12 +193,12 @@ def shared(folder: Path, policy: Policy) -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, str(folder / "model")))
     process.start()
-    handover, outgoing = WeightExport(policy, bf16=LARGE), Outgoing(DEVICE.torch)
+    handover, outgoing = WeightExport(policy, bf16=LARGE), TransferSender(DEVICE.torch)
     told = {"backend": "gloo", "tensors": handover.described(), "about": {}, "patience": 300.0}
-    plan = plan_links([outgoing.offer()], ours.recv(), **told)
+    plan = plan_transfer([outgoing.offer()], ours.recv(), **told)
     ours.send(plan)
     outgoing.open(plan)
-    print(f"joined: {plan[0]['way']}, buckets of {BUCKET / 2**20:.0f} MiB", flush=True)
+    print(f"joined: {plan[0]['way']}, buckets of {BUCKET_BYTES / 2**20:.0f} MiB", flush=True)
     ours.recv()
     for version in (1, 2):
         move(policy)

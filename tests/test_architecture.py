@@ -185,7 +185,7 @@ def test_only_the_place_that_chooses_engines_knows_them(engine):
 
 def test_ray_is_imported_by_the_cluster_alone():
     for path in FILES:
-        inside = path.is_relative_to(ROOT / "distributed" / "cluster")
+        inside = path.is_relative_to(ROOT / "distributed" / "ray")
         assert inside or "ray" not in {name.split(".")[0] for name, _ in imports(path)}, path
 
 

@@ -12,7 +12,7 @@ import torch
 
 from trimtab.config.jobs import RLOptions
 from trimtab.distributed.launcher import Place
-from trimtab.distributed.weight_transfer import Link, Plan, join_as_receiver, seat
+from trimtab.distributed.weight_transfer import TransferChannel, TransferPlan, describe_receiver, join_as_receiver
 from trimtab.models.load import load_policy
 from trimtab.rewards.build import non_model_rewards
 from trimtab.rollout.builtin.engine import BuiltinEngine, BuiltinSession
@@ -26,7 +26,7 @@ ON_RAY = "--ray --vllm_num_engines 2 --rollout_engine vllm"
 
 
 class EngineApart(BuiltinEngine):
-    _link: Link | None = None
+    _link: TransferChannel | None = None
     seconds = 0.0
     """That every token takes."""
     notes: Path | None = None
@@ -46,9 +46,9 @@ class EngineApart(BuiltinEngine):
         return session
 
     def receivers(self) -> list[dict]:
-        return [seat(torch.device("cpu"))]
+        return [describe_receiver(torch.device("cpu"))]
 
-    def connect(self, plan: Plan) -> None:
+    def connect(self, plan: TransferPlan) -> None:
         if self._link is not None:
             self._link.close()
         self._link = join_as_receiver(plan, torch.device("cpu"))

@@ -177,7 +177,7 @@ class Machine:
 
     def roles(self) -> list[int]:
         """The processes that hold a run's models."""
-        return [pid for pid, line in self.workers().items() if line.startswith("ray::Worker")]
+        return [pid for pid, line in self.workers().items() if line.startswith("ray::RayWorker")]
 
 
 def is_of_a_run(line: str) -> bool:

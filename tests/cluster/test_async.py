@@ -73,7 +73,7 @@ class Run:
 
     def trainer(self) -> int:
         ours = psutil.Process(self.cluster.workers.parent).children(recursive=True)
-        found = [p.pid for p in ours if p.name().startswith("ray::Worker") and p.pid not in self.engines()]
+        found = [p.pid for p in ours if p.name().startswith("ray::RayWorker") and p.pid not in self.engines()]
         assert len(found) == 1, found
         return found[0]
 

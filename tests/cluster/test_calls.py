@@ -36,16 +36,16 @@ def engines(cluster):
     import ray
 
     from trimtab.distributed.ray.launcher import EngineGroup
-    from trimtab.distributed.ray.workers import Crew, Member
+    from trimtab.distributed.ray.workers import RayWorkers, WorkerHandle
 
     remote = ray.remote(num_cpus=0.1, concurrency_groups={"health": 1})(Engine)
     handles = [remote.remote() for _ in range(3)]
-    members = [Member(handle, rank, "rollouts", engine=True) for rank, handle in enumerate(handles)]
-    crew = Crew(60.0, StopRequest(), 0)
-    crew.members = members
+    members = [WorkerHandle(handle, rank, "rollouts", engine=True) for rank, handle in enumerate(handles)]
+    workers = RayWorkers(60.0, StopRequest(), 0)
+    workers.members = members
     for member in members:
-        member.process = crew.one(member, member.handle.process.remote(), 60)
-    yield EngineGroup(crew, Serializer(), "rollouts", members, stand_in=lambda lost: None)
+        member.process = workers.one(member, member.handle.process.remote(), 60)
+    yield EngineGroup(workers, Serializer(), "rollouts", members, replace_engine=lambda lost: None)
     for handle in handles:
         ray.kill(handle)
 

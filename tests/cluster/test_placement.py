@@ -28,19 +28,21 @@ def nothing(options) -> None:
 
 def found_by(options: PPOOptions) -> tuple[dict[str, list[int]], list[dict]]:
     """The ranks of every unit, and what each process says of itself."""
-    from trimtab.distributed.ray.launcher import RayStage
+    from trimtab.distributed.ray.launcher import RayLauncher
     from trimtab.distributed.ray.preflight import preflight
-    from trimtab.distributed.ray.workers import Job
+    from trimtab.distributed.ray.workers import RayJob
 
     units = units_of(options, 1)
     layout = layout_of_units(options, units)
     placement = preflight(layout, places_of(options))
-    stage = RayStage(Job(options, units_of, mesh_of, (), nothing, os.getcwd()), layout, placement, 60, StopRequest())
+    launcher = RayLauncher(
+        RayJob(options, units_of, mesh_of, (), nothing, os.getcwd()), layout, placement, 60, StopRequest()
+    )
     try:
-        stage.open()
-        return {unit.name: list(unit.ranks) for unit in units if not unit.apart}, stage.found
+        launcher.open()
+        return {unit.name: list(unit.ranks) for unit in units if not unit.apart}, launcher.found
     finally:
-        stage.close(kindly=False)
+        launcher.close(kindly=False)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +96,15 @@ def test_what_another_job_holds_is_said_to_be_taken(cluster, tmp_path, monkeypat
 
 
 def test_what_the_devices_of_the_cluster_do_not_offer_is_refused_before_anything_is_loaded(tmp_path):
-    from trimtab.distributed.device import KINDS, of_resource
+    from trimtab.distributed.device import DEVICE_KINDS, kind_of_resource
     from trimtab.train.rl.on_cluster import refuse_on
 
     options = options_of("--actor_num_gpus_per_node 2 --ds_tensor_parallel_size 2", tmp_path)
     for resource in ("GPU", None):
-        refuse_on(of_resource(resource), options)
+        refuse_on(kind_of_resource(resource), options)
     with pytest.raises(UserError, match=r"^--ds_tensor_parallel_size 2 is not offered on an Ascend NPU: "):
-        refuse_on(of_resource("NPU"), options)
+        refuse_on(kind_of_resource("NPU"), options)
     asking = options_of("--actor_num_gpus_per_node 2 --use_liger_kernel", tmp_path)
-    refuse_on(of_resource("GPU"), asking)  # an Intel GPU is known for one when its process has started
+    refuse_on(kind_of_resource("GPU"), asking)  # an Intel GPU is known for one when its process has started
     with pytest.raises(UserError, match=r"^--use_liger_kernel is not offered on an Intel GPU: "):
-        refuse_on(KINDS["xpu"], asking)
+        refuse_on(DEVICE_KINDS["xpu"], asking)

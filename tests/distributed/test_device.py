@@ -5,14 +5,14 @@ import torch
 
 from trimtab.distributed import device, random_state
 from trimtab.distributed.device import (
-    KINDS,
+    DEVICE_KINDS,
     LACKING,
-    OTHER,
+    OTHER_DEVICE,
     Device,
     has_graphs,
     has_kernels,
-    of_resource,
-    showing,
+    kind_of_resource,
+    visible_devices_env,
     widest,
 )
 from trimtab.errors import UserError
@@ -33,31 +33,35 @@ def test_fast_bf16_is_known_by_the_flags_of_every_kind_of_cpu(monkeypatch, descr
 
 
 def test_the_table_names_everything_a_run_may_be_refused_for():
-    asked = {feature for kind in KINDS.values() for feature in kind.lacks} | OTHER.lacks
+    asked = {feature for kind in DEVICE_KINDS.values() for feature in kind.lacks} | OTHER_DEVICE.lacks
     assert asked == LACKING
-    assert KINDS["npu"].lacking("four bit") == "an Ascend NPU" and KINDS["cuda"].lacking("four bit") is None
+    assert (
+        DEVICE_KINDS["npu"].lacking("four bit") == "an Ascend NPU" and DEVICE_KINDS["cuda"].lacking("four bit") is None
+    )
     with pytest.raises(AssertionError):
-        KINDS["npu"].lacking("fourbit")  # a feature that no row knows would be offered everywhere
+        DEVICE_KINDS["npu"].lacking("fourbit")  # a feature that no row knows would be offered everywhere
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "other"])
+@pytest.mark.parametrize("kind", [*DEVICE_KINDS, "other"])
 def test_what_is_captured_has_kernels_in_it_and_what_ray_counts_can_be_shown(kind):
-    row = KINDS.get(kind, OTHER)
+    row = DEVICE_KINDS.get(kind, OTHER_DEVICE)
     assert row.triton or not row.graphs
     assert (row.visible is None) == (row.left_visible is None) == (row.resource is None)
 
 
 def test_a_process_is_shown_devices_in_the_words_of_their_kind():
-    assert showing(KINDS["npu"], ["3", "1"]) == {
+    assert visible_devices_env(DEVICE_KINDS["npu"], ["3", "1"]) == {
         "ASCEND_RT_VISIBLE_DEVICES": "1,3",
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
     }
-    assert showing(KINDS["cuda"], ["0"]) == {
+    assert visible_devices_env(DEVICE_KINDS["cuda"], ["0"]) == {
         "CUDA_VISIBLE_DEVICES": "0",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     }
     assert (
-        of_resource("NPU") is KINDS["npu"] and of_resource("GPU") is KINDS["cuda"] and of_resource(None) is KINDS["cpu"]
+        kind_of_resource("NPU") is DEVICE_KINDS["npu"]
+        and kind_of_resource("GPU") is DEVICE_KINDS["cuda"]
+        and kind_of_resource(None) is DEVICE_KINDS["cpu"]
     )
 
 
@@ -97,7 +101,7 @@ def test_random_state_is_kept_under_the_devices_name_and_that_of_another_is_left
     module.state = torch.full((4,), 7, dtype=torch.uint8)
     random_state.restore_random_state(saved)
     assert module.state.tolist() == [7, 7, 7, 7]
-    with random_state.drawing_aside():
+    with random_state.preserve_rng_state():
         drawn, module.state = torch.rand(3), module.state * 0
     assert module.state.tolist() == [7, 7, 7, 7]
     random_state.restore_random_state(saved)
@@ -129,7 +133,7 @@ def test_the_table_of_the_page_is_the_codes():
         return {None: "", True: "yes", False: ""}[value] if not isinstance(value, str) else f"`{value}`"
 
     page = PAGE.read_text()
-    for name, kind in KINDS.items():
+    for name, kind in DEVICE_KINDS.items():
         row = f"| {kind.name} (`{name}`) | {' | '.join(told(getattr(kind, column)) for column in COLUMNS)} |"
         assert row in page, row
         refused = ", ".join(sorted(kind.lacks - {"flash-attn"})) or "nothing"

@@ -1,6 +1,6 @@
 import json
 
-from tests.distributed.cluster.test_layout import layout, of_each
+from tests.distributed.ray.test_placement import layout, of_each
 from tests.report.pages import Checked, write_rl_run
 from trimtab.report.page import write_report
 

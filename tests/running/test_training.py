@@ -6,7 +6,7 @@ import pytest
 
 from trimtab.api.starting import Hearing
 from trimtab.config.jobs import SFTOptions
-from trimtab.distributed.supervision import LINE
+from trimtab.distributed.supervision import LAUNCHER_SOCKET
 from trimtab.errors import RunFailed, UserError
 from trimtab.running import training
 
@@ -22,7 +22,7 @@ def failing(monkeypatch, message: str) -> None:
 @pytest.mark.parametrize("size, kind", [("2", RunFailed), ("1", RuntimeError)])
 def test_a_broken_connection_of_several_processes_is_told_in_a_line(monkeypatch, tmp_path, size, kind):
     monkeypatch.setenv("WORLD_SIZE", size)
-    monkeypatch.delenv(LINE, raising=False)
+    monkeypatch.delenv(LAUNCHER_SOCKET, raising=False)
     failing(monkeypatch, "[pair.cc:537] Read error [127.0.0.1]: Connection reset by peer. Check the remote worker.")
     options = SFTOptions(pretrain="model", dataset="data", save_path=str(tmp_path))
     with pytest.raises(kind) as raised:

@@ -91,23 +91,29 @@ def send_or_receive(folder: Path, places: tuple[int, int]) -> None:
     listen(folder / f"log.{rank}")
     standin.install()
     from tests.standin.collectives import Collectives
-    from trimtab.distributed.weight_transfer import Outgoing, described, join_as_receiver, plan_links, seat
+    from trimtab.distributed.weight_transfer import (
+        TransferSender,
+        describe_receiver,
+        join_as_receiver,
+        plan_transfer,
+        tensor_specs,
+    )
 
     torch.accelerator.set_device_index(places[rank])
     device = torch.device("npu", places[rank])
     sent = {"weight": torch.arange(6.0).view(2, 3).bfloat16(), "bias": torch.ones(3)}
     if rank == 1:
-        tell(folder / "seat", [seat(device)])
+        tell(folder / "seat", [describe_receiver(device)])
         link = join_as_receiver(told(folder / "plan"), device)
         with link.receiving() as tensors:
             received = dict(tensors)
         assert all(torch.equal(received[name].cpu(), tensor) for name, tensor in sent.items())
         assert {tensor.device.type for tensor in received.values()} == {"npu" if link.way == "hccl" else "cpu"}
     else:
-        outgoing = Outgoing(device)
+        outgoing = TransferSender(device)
         offer = outgoing.offer()
-        common = {"tensors": described(sent.items()), "about": {}, "patience": 30.0}
-        plan = plan_links([offer], told(folder / "seat"), backend=offer["library"], **common)
+        common = {"tensors": tensor_specs(sent.items()), "about": {}, "patience": 30.0}
+        plan = plan_transfer([offer], told(folder / "seat"), backend=offer["library"], **common)
         assert [entry["way"] for entry in plan] == ["hccl" if len(set(places)) == 2 else "gloo"]
         tell(folder / "plan", plan)
         outgoing.open(plan)

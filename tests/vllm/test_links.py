@@ -8,12 +8,12 @@ import pytest
 
 from tests.vllm.conftest import engine_of, gap, move, write_model
 from trimtab.distributed import weight_transfer as link
-from trimtab.distributed.weight_transfer import Outgoing, parts, plan_links
+from trimtab.distributed.weight_transfer import TransferSender, plan_buckets, plan_transfer
 from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.sampling import SamplingParams
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
-SMALL_BUCKETS = functools.partial(parts, bucket=4096)
+SMALL_BUCKETS = functools.partial(plan_buckets, bucket=4096)
 
 
 def serve(pipe, folder, settings):
@@ -36,11 +36,11 @@ class Apart:
         self.processes = [context.Process(target=serve, args=(theirs, folder, settings)) for _, theirs in pipes]
         for process in self.processes:
             process.start()
-        self.outgoing = Outgoing(policy.device)
+        self.outgoing = TransferSender(policy.device)
         self.handover = WeightExport(policy, bf16=False, adapters=bool(settings.get("adapter_rank")))
         about = {"adapter_config": self.handover.adapter_config()} if self.handover.adapters else {}
         self.seats = [self._answer(i) for i in range(engines)]
-        plan = plan_links(
+        plan = plan_transfer(
             [self.outgoing.offer()],
             [seat for seats in self.seats for seat in seats],
             backend="gloo",
@@ -78,12 +78,12 @@ def send_moved(pipe, folder, *, dies: bool):
 
     from trimtab.models.policy import Policy
 
-    link.parts = SMALL_BUCKETS
+    link.plan_buckets = SMALL_BUCKETS
     policy = Policy(AutoModelForCausalLM.from_pretrained(folder))
     move(policy)
-    handover, outgoing = WeightExport(policy, bf16=False), Outgoing(policy.device)
+    handover, outgoing = WeightExport(policy, bf16=False), TransferSender(policy.device)
     told = {"backend": "gloo", "tensors": handover.described(), "about": {}, "patience": 600.0}
-    plan = plan_links([outgoing.offer()], pipe.recv(), **told)
+    plan = plan_transfer([outgoing.offer()], pipe.recv(), **told)
     pipe.send(plan)
     outgoing.open(plan)
 

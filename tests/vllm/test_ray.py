@@ -50,7 +50,7 @@ def engines_of(token: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            is_worker = (path / "cmdline").read_bytes().startswith(b"ray::Worker")
+            is_worker = (path / "cmdline").read_bytes().startswith(b"ray::RayWorker")
             is_ours = is_worker and token.encode() in (path / "environ").read_bytes()
             if is_ours and "/vllm/" in (path / "maps").read_text():
                 found.append(int(path.name))

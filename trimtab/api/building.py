@@ -20,7 +20,7 @@ from trimtab.data.hub import trusting
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, count_accelerators, find_device
 from trimtab.distributed.fsdp import GRADIENT_DTYPES
-from trimtab.distributed.random_state import drawing_aside
+from trimtab.distributed.random_state import preserve_rng_state
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded, given_policy, load_policy
 from trimtab.models.policy import Policy
@@ -72,7 +72,7 @@ def options_of(model: Any, bf16: bool | None, given: dict[str, Any]) -> LearnerO
 def build(model: Any, tokenizer: Any, options: LearnerOptions) -> Built:
     quiet_transformers()
     device = find_device()
-    with trusting(options.trust_remote_code), drawing_aside():
+    with trusting(options.trust_remote_code), preserve_rng_state():
         torch.manual_seed(options.seed)  # of fresh adapters
         if options.pretrain is not None:
             name = options.pretrain

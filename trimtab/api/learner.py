@@ -30,7 +30,7 @@ from trimtab.api.suggesting import suggested
 from trimtab.api.turns import Turns
 from trimtab.config.learner import LearnerOptions
 from trimtab.data.tokenizer import texts_of
-from trimtab.distributed.random_state import OwnStream
+from trimtab.distributed.random_state import RandomStream
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.files import writing
@@ -94,7 +94,7 @@ class Learner:
         self._reference = Reference(built.options, built.loaded, built.device, reference)
         self._prompts = Prompts(built.tokenizer)
         self._passes = Passes(built.policy, built.optimiser, built.device, built.options.pass_tokens)
-        self._stream = OwnStream(built.options.seed)
+        self._stream = RandomStream(built.options.seed)
         self._turns = Turns()
         self._engine: Engine | None = None
         self._draws = 0  # calls that drew

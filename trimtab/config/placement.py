@@ -1,6 +1,6 @@
 """Groups of options that say what an RL command asks for in machines, GPUs and vLLM engines.
 
-With --ray the models are spread over a cluster as these options say (distributed/cluster/layout reads them). Without,
+With --ray the models are spread over a cluster as these options say (distributed/ray/placement reads them). Without,
 they and the built-in engine share the processes of one machine, and what is asked for is compared with what is here.
 """
 

@@ -18,38 +18,38 @@ from torch.distributed import ProcessGroup
 from trimtab.distributed.process_group import Peers
 
 
-def branch(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    return _Branch.apply(tensor, group)
+def group_copy(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    return _GroupCopy.apply(tensor, group)
 
 
-def join(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
-    return _Join.apply(tensor, group)
+def group_reduce(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    return _GroupReduce.apply(tensor, group)
 
 
-def beside(tensor: Tensor, group: ProcessGroup, widths: list[int]) -> Tensor:
+def group_gather(tensor: Tensor, group: ProcessGroup, widths: list[int]) -> Tensor:
     """`widths`: the columns of every process, in rank order."""
-    return _Beside.apply(tensor, group, widths)
+    return _GroupGather.apply(tensor, group, widths)
 
 
-def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """[processes, ...] of tensors of one shape, without gradients."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.stack(parts)
 
 
-def add_up(tensor: Tensor, group: ProcessGroup | None) -> None:
+def all_reduce(tensor: Tensor, group: ProcessGroup | None) -> None:
     """In place, over the processes, without gradients."""
     dist.all_reduce(tensor, group=group)
 
 
 def _sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
-    add_up(total, group)
+    all_reduce(total, group)
     return total
 
 
-class _Branch(torch.autograd.Function):
+class _GroupCopy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -60,7 +60,7 @@ class _Branch(torch.autograd.Function):
         return _sum(gradient, ctx.group), None
 
 
-class _Join(torch.autograd.Function):
+class _GroupReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         return _sum(tensor, group)
@@ -70,12 +70,12 @@ class _Join(torch.autograd.Function):
         return gradient, None
 
 
-class _Beside(torch.autograd.Function):
+class _GroupGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, widths: list[int]) -> Tensor:
         ctx.widths, ctx.rank = widths, dist.get_rank(group)
         widest = torch.nn.functional.pad(tensor, (0, max(widths) - tensor.shape[-1]))  # all send as much
-        return torch.cat([part[..., :width] for part, width in zip(gather(widest, group), widths)], -1)
+        return torch.cat([part[..., :width] for part, width in zip(all_gather(widest, group), widths)], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -84,7 +84,7 @@ class _Beside(torch.autograd.Function):
 
 # ---- Tensors of which every one of some processes has a portion, all of the same shape: put together, and given
 # back. What processes put together and then use each in its own way has a gradient in each of them, to be added up
-# for the owner of a portion (`sum_portions`). What all of them use alike has the same gradient in all, and nothing is
+# for the owner of a portion (`reduce_scatter_shards`). What all use alike has the same gradient in all, and nothing is
 # added up (branches.py).
 
 
@@ -93,12 +93,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gather_portions(portion: Tensor, peers: Peers) -> Tensor:
+def gather_shards(portion: Tensor, peers: Peers) -> Tensor:
     """[processes * n, ...] from [n, ...] of each, in rank order; without gradients."""
-    return begin_gathering(portion, peers)()
+    return start_gather_shards(portion, peers)()
 
 
-def begin_gathering(portion: Tensor, peers: Peers) -> Callable[[], Tensor]:
+def start_gather_shards(portion: Tensor, peers: Peers) -> Callable[[], Tensor]:
     """The same, which goes on beside other work until its result is asked for."""
     portion = portion.contiguous()
     gathered = portion.new_empty(peers.size * portion.shape[0], *portion.shape[1:])
@@ -113,7 +113,7 @@ def begin_gathering(portion: Tensor, peers: Peers) -> Callable[[], Tensor]:
     return result
 
 
-def sum_portions(parts: Tensor, peers: Peers) -> Tensor:
+def reduce_scatter_shards(parts: Tensor, peers: Peers) -> Tensor:
     """This process's portion [n, ...] of the sum of all processes' [processes * n, ...]; without gradients."""
     own = parts.new_empty(parts.shape[0] // peers.size, *parts.shape[1:])
     if parts.is_meta:

@@ -24,7 +24,7 @@ from trimtab.errors import UserError
 
 
 @dataclass(frozen=True)
-class Kind:
+class DeviceKind:
     name: str  # for people
     collectives: str | None = None
     """The library between the processes of several devices; None: whichever torch knows for it, if it knows one."""
@@ -65,7 +65,7 @@ class Kind:
 # What a run can ask for and a device may not offer: config/support.py says which options do, and what to do instead.
 LACKING = frozenset({"ring attention", "tensor parallel", "sleeping engines", "four bit", "liger", "flash-attn"})
 
-CUDA = Kind(
+CUDA = DeviceKind(
     "an NVIDIA GPU",
     collectives="nccl",
     interface="NCCL_SOCKET_IFNAME",
@@ -83,8 +83,8 @@ CUDA = Kind(
     shared_memory=True,
 )
 
-KINDS = {
-    "cpu": Kind("a CPU", collectives="gloo", float64=True, fused_adam=True),
+DEVICE_KINDS = {
+    "cpu": DeviceKind("a CPU", collectives="gloo", float64=True, fused_adam=True),
     "cuda": CUDA,
     # What torch calls cuda too, where it was built for ROCm.
     "rocm": replace(
@@ -94,7 +94,7 @@ KINDS = {
         visible="HIP_VISIBLE_DEVICES",
         left_visible="RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
     ),
-    "npu": Kind(
+    "npu": DeviceKind(
         "an Ascend NPU",
         collectives="hccl",
         interface="HCCL_SOCKET_IFNAME",
@@ -105,7 +105,7 @@ KINDS = {
         # Of flash attention transformers has the device's own operator, so that its package is not needed.
         lacks=LACKING,
     ),
-    "xpu": Kind(
+    "xpu": DeviceKind(
         "an Intel GPU",
         collectives="xccl",
         resource="GPU",
@@ -114,17 +114,17 @@ KINDS = {
         fused_adam=True,
         lacks=frozenset({"sleeping engines", "liger"}),
     ),
-    "mps": Kind("an Apple GPU", fused_adam=True, lacks=frozenset({"sleeping engines", "four bit", "liger"})),
+    "mps": DeviceKind("an Apple GPU", fused_adam=True, lacks=frozenset({"sleeping engines", "four bit", "liger"})),
 }
-OTHER = Kind("this accelerator", lacks=frozenset({"sleeping engines", "four bit", "liger"}))
+OTHER_DEVICE = DeviceKind("this accelerator", lacks=frozenset({"sleeping engines", "four bit", "liger"}))
 
-RESOURCES = tuple(dict.fromkeys(kind.resource for kind in KINDS.values() if kind.resource))
-INTERFACES = tuple(dict.fromkeys(kind.interface for kind in KINDS.values() if kind.interface))
+RESOURCES = tuple(dict.fromkeys(kind.resource for kind in DEVICE_KINDS.values() if kind.resource))
+INTERFACES = tuple(dict.fromkeys(kind.interface for kind in DEVICE_KINDS.values() if kind.interface))
 
 
-def of_resource(resource: str | None) -> Kind:
+def kind_of_resource(resource: str | None) -> DeviceKind:
     """The devices of a Ray cluster, before a process sees them: the first kind of those that share a name there."""
-    return next((kind for kind in KINDS.values() if kind.resource == resource), KINDS["cpu"])
+    return next((kind for kind in DEVICE_KINDS.values() if kind.resource == resource), DEVICE_KINDS["cpu"])
 
 
 # ---- Memory of an accelerator or of this machine: how much there is, giving it back, and knowing when it is short.
@@ -204,11 +204,11 @@ def _free_main_memory() -> int:
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: torch leaves alone what other packages bring
 
 
-def kind_of(device: torch.device) -> Kind:
+def kind_of(device: torch.device) -> DeviceKind:
     """What a device offers, of one that is not here too. A tensor without contents (plan) has no kind."""
     if device.type == "cuda" and torch.version.hip is not None:
-        return KINDS["rocm"]
-    return KINDS.get(device.type, OTHER)
+        return DEVICE_KINDS["rocm"]
+    return DEVICE_KINDS.get(device.type, OTHER_DEVICE)
 
 
 @functools.cache
@@ -245,7 +245,7 @@ class Device:
         return self.torch.type != "cpu"
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> DeviceKind:
         return kind_of(self.torch)
 
     def memory_gib(self) -> float:
@@ -300,7 +300,7 @@ def _meet_extensions() -> None:
     """Import what brings other devices to torch. As a rule torch has done so itself, with its own import."""
     if os.environ.get(AUTOLOAD) == "0":
         return  # somebody wants to work without them
-    for kind in KINDS.values():
+    for kind in DEVICE_KINDS.values():
         if kind.extension is None or find_spec(kind.extension) is None:
             continue
         try:
@@ -313,7 +313,7 @@ def _meet_extensions() -> None:
             ) from error
 
 
-def here() -> Kind:
+def local_device_kind() -> DeviceKind:
     """The kind of device that a run on this machine will use."""
     return kind_of(accelerator() or torch.device("cpu"))
 
@@ -352,7 +352,7 @@ def device_name(device: torch.device) -> str | None:
     return f"{device.type}:{shown.split(',')[index] if shown else index}"
 
 
-def showing(kind: Kind, names: Sequence[str]) -> dict[str, str]:
+def visible_devices_env(kind: DeviceKind, names: Sequence[str]) -> dict[str, str]:
     """The environment of a process that is to see these accelerators and no others, whatever Ray shows it."""
     assert kind.visible is not None and kind.left_visible is not None, "Ray counts such devices"
     # By number, since not every driver takes them in another order.
@@ -383,19 +383,19 @@ def _try_bf16() -> None:
 # ---- Work of a device that is captured once and replayed.
 
 
-Graph: TypeAlias = torch.cuda.CUDAGraph
+DeviceGraph: TypeAlias = torch.cuda.CUDAGraph
 
 
-def capture(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:
+def capture_graph(work: Callable[[], None], pool: tuple[int, int] | None) -> DeviceGraph:
     """What `work` asks of the device, to be replayed: on the same tensors, whatever they hold then. Runs it once.
 
     `pool`: another graph's pool(), to share what lies between; then they must be replayed one after another.
     """
-    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-    aside.wait_stream(here)
+    current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(current)
     with torch.cuda.stream(aside):
         work()
-    here.wait_stream(aside)
+    current.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device
         work()

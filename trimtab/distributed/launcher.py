@@ -4,7 +4,7 @@ A role is an ordinary object with methods such as `log_probs`, `update`, `sample
 calls a *group*: the role in one process, or in several, each with its part of the work.
 
     LocalGroup   the role in this process
-    WorldGroup   the role in some or all processes of a world that a launcher started (switchboard.py)
+    WorldGroup   the role in some or all processes of a world that a launcher started (hub.py)
     RayGroup     the role in processes on the nodes of a Ray cluster (cluster/calls.py)
 
 The loop does not know which. Inside a call all processes of a group run the same method, so a method may use
@@ -67,7 +67,7 @@ class Processes:
         return max(self.parts) + 1
 
 
-class Pending(Protocol):
+class PendingCall(Protocol):
     """A call that has been made."""
 
     name: str  # role and method
@@ -81,11 +81,11 @@ class Pending(Protocol):
         so many seconds is `Unanswered`, which may be asked for again; in that of an engine that is gone, its loss."""
 
 
-class Lost(RunFailed):
+class WorkerLost(RunFailed):
     """A process of a run is gone. What the others hold cannot be gathered any more; checkpoints are what is left."""
 
 
-class EngineLost(Lost):
+class EngineLost(WorkerLost):
     """One that only answers prompts: another can take its place."""
 
     def __init__(self, message: str, rank: int):
@@ -111,13 +111,13 @@ class Group(ABC):
         return self.processes.ranks
 
     @abstractmethod
-    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> Pending:
+    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> PendingCall:
         """Have a method run in every process: with its own part, if there are parts, and what all are told alike."""
 
     def call(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         return self.start(method, parts, **shared).wait()
 
-    def one_a_part(self, results: Sequence[Any]) -> list[Any]:
+    def first_of_each_part(self, results: Sequence[Any]) -> list[Any]:
         """Of what every process has said, that of the first one with each part."""
         parts = list(self.processes.parts)
         return [results[parts.index(part)] for part in range(self.size)]
@@ -126,36 +126,36 @@ class Group(ABC):
     def each(self, method: str, values: Sequence[Any]) -> list[Any]:
         """Have a method run in every process, each with a value of its own, also where several share a part."""
 
-    def stand_in(self, lost: Exception) -> None:
+    def replace_engine(self, lost: Exception) -> None:
         """Another process in the place of one that is gone, with its roles as they were built at first."""
         raise lost
 
     @abstractmethod
-    def meet_again(self) -> bool:
+    def reinit_process_group(self) -> bool:
         """After OutOfMemory. True: there are several processes, which can be called again, but what they hold together
         (a split model) can only be saved: it must be built anew."""
 
 
-class LocalGroup(Group):
+class InProcessGroup(Group):
     size = 1
     processes = Processes.apart((0,))
 
     def __init__(self, name: str, role: Any, device: Device):
         self.name, self.role, self.device = name, role, device
 
-    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> "Done":
+    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> "FinishedCall":
         own = () if parts is None else (parts[0],)
-        return Done(f"{self.name}.{method}", [getattr(self.role, method)(*own, **shared)])
+        return FinishedCall(f"{self.name}.{method}", [getattr(self.role, method)(*own, **shared)])
 
     def each(self, method: str, values: Sequence[Any]) -> list[Any]:
         return self.call(method, values)
 
-    def meet_again(self) -> bool:
+    def reinit_process_group(self) -> bool:
         self.device.release_memory()
         return False
 
 
-class Done:
+class FinishedCall:
     """What was done at once, in this process."""
 
     def __init__(self, name: str, results: list[Any]):
@@ -210,7 +210,7 @@ class Unit:
     environment: Mapping[str, str] = field(default_factory=dict)  # of those processes
 
 
-class Host:
+class RoleHost:
     """Builds and holds the roles of one process. Itself a role, which a controller calls in all processes alike."""
 
     def __init__(
@@ -289,7 +289,7 @@ def _streams(mesh: Mesh) -> tuple[int, ...]:
     return tuple(mesh.ranks[0] + group for group in mesh.tensor_groups)
 
 
-class Stage(ABC):
+class Launcher(ABC):
     """A way to bring roles to processes. `device`, `world`: what the controller is told of them."""
 
     device: Device
@@ -301,7 +301,7 @@ class Stage(ABC):
         """Build everything, with what the controller has made of the options."""
 
     @abstractmethod
-    def groups_anew(self) -> dict[str, Group]:
+    def rebuild_groups(self) -> dict[str, Group]:
         """After OutOfMemory: the same roles, with what they had learnt."""
 
     def described(self) -> dict[str, Any]:
@@ -313,8 +313,8 @@ class Stage(ABC):
         """The other processes end."""
 
 
-class LocalStage(Stage):
-    def __init__(self, host: Host):
+class InProcessLauncher(Launcher):
+    def __init__(self, host: RoleHost):
         self.host = host
         self.device, self.world, self.stop = host.device, host.world, host.stop
 
@@ -324,10 +324,10 @@ class LocalStage(Stage):
             self.host.build(unit=unit)
         self.host.settle()
         return {
-            name: LocalGroup(name, role, self.host.device) for name, role in self.host.roles.items() if name != HOST
+            name: InProcessGroup(name, role, self.host.device) for name, role in self.host.roles.items() if name != HOST
         }
 
-    def groups_anew(self) -> dict[str, Group]:
+    def rebuild_groups(self) -> dict[str, Group]:
         raise AssertionError("one process goes on with what it has")
 
     def hang_up(self) -> None:

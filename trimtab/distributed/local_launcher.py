@@ -19,8 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimtab.distributed.launcher import HOST, Group, Host, LocalStage, Processes, SeededOptions, Stage
-from trimtab.distributed.process_group import PATIENCE, World, meet_again, opening, reason_to_call_off
+from trimtab.distributed.launcher import HOST, Group, InProcessLauncher, Launcher, Processes, RoleHost, SeededOptions
+from trimtab.distributed.process_group import (
+    COLLECTIVE_TIMEOUT,
+    World,
+    abort_reason,
+    noting_sockets,
+    reinit_process_group,
+)
 from trimtab.distributed.serialization import Serializer
 from trimtab.distributed.supervision import pulse
 from trimtab.errors import OutOfMemory, RunFailed, UserError
@@ -28,7 +34,7 @@ from trimtab.errors import OutOfMemory, RunFailed, UserError
 FAILURE = "trimtab_failure"
 
 
-class Switchboard:
+class RpcHub:
     def __init__(self, world: World, roles: dict[str, Any], records: Sequence[type] = ()):
         """`roles`: those of this process, now or later; `records`: the dataclasses and exceptions that go to the roles
         or come back."""
@@ -37,28 +43,28 @@ class Switchboard:
         self._connect()
 
     def _connect(self) -> None:
-        with opening():
-            self._channel = dist.new_group(backend="gloo", timeout=PATIENCE)
+        with noting_sockets():
+            self._channel = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._store = dist.distributed_c10d._get_default_store()
-        self._own: deque[Call] = deque()  # what this process has been asked and has not done yet
-        self._expected: list[deque[Call]] = [deque() for _ in range(self.world.size)]
+        self._own: deque[RpcCall] = deque()  # what this process has been asked and has not done yet
+        self._expected: list[deque[RpcCall]] = [deque() for _ in range(self.world.size)]
 
-    def meet_again(self) -> None:
+    def reinit_process_group(self) -> None:
         """After what the processes were in the middle of was called off."""
-        meet_again(self.world)
+        reinit_process_group(self.world)
         self._connect()
 
-    def group(self, name: str, processes: Processes | None = None) -> "WorldGroup":
+    def group(self, name: str, processes: Processes | None = None) -> "RpcGroup":
         """`processes`: those that have this role, if not all."""
-        return WorldGroup(self, name, processes or Processes.apart(range(self.world.size)))
+        return RpcGroup(self, name, processes or Processes.apart(range(self.world.size)))
 
     # ---- the first process
 
     def start(
         self, role: str, method: str, ranks: Sequence[int], parts: Sequence[Any] | None, shared: dict[str, Any]
-    ) -> "Call":
+    ) -> "RpcCall":
         own = [None] * len(ranks) if parts is None else [(part,) for part in parts]
-        call = Call(self, f"{role}.{method}", ranks)
+        call = RpcCall(self, f"{role}.{method}", ranks)
         try:
             for rank, part in zip(ranks, own, strict=True):
                 if rank == self.world.rank:
@@ -72,7 +78,7 @@ class Switchboard:
             raise
         return call
 
-    def finish(self, call: "Call", seconds: float | None) -> None:
+    def finish(self, call: "RpcCall", seconds: float | None) -> None:
         """Work and listen until all results of a call are there."""
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
@@ -94,7 +100,7 @@ class Switchboard:
 
     def _explain(self, error: RuntimeError) -> None:
         """Raise the reason that another process has given for a broken connection, if there is one."""
-        if (why := reason_to_call_off()) is not None:
+        if (why := abort_reason()) is not None:
             raise OutOfMemory(why) from error
         if (reported := self._reported()) is not None:
             raise reported from error
@@ -113,15 +119,15 @@ class Switchboard:
                 if (asked := self._receive(0)) is None:
                     return
                 result = self._perform(*asked)
-                if reason_to_call_off() is not None:  # nobody listens any more on the old connections
-                    self.meet_again()
+                if abort_reason() is not None:  # nobody listens any more on the old connections
+                    self.reinit_process_group()
                     continue
                 self._send(result, 0)
             except OutOfMemory:
-                self.meet_again()
+                self.reinit_process_group()
             except BaseException as error:
-                if isinstance(error, RuntimeError) and reason_to_call_off() is not None:
-                    self.meet_again()
+                if isinstance(error, RuntimeError) and abort_reason() is not None:
+                    self.reinit_process_group()
                     continue
                 self._report(error)
                 raise
@@ -182,19 +188,19 @@ class Switchboard:
         return UserError(message) if kind == "UserError" else RunFailed(f"process {rank}: {message}")
 
 
-class Call:
+class RpcCall:
     """One that has been made, and the results that are there."""
 
-    def __init__(self, switchboard: Switchboard, name: str, ranks: Sequence[int]):
+    def __init__(self, hub: RpcHub, name: str, ranks: Sequence[int]):
         self.name, self.ranks = name, ranks
         self.told = ranks  # whose results are handed out
         self.work: tuple | None = None  # of this process, if it is among them
         self.results: dict[int, Any] = {}
         self.sent: list[tuple[Any, torch.Tensor]] = []
-        self._switchboard = switchboard
+        self._hub = hub
 
     def wait(self, seconds: float | None = None) -> list[Any]:
-        self._switchboard.finish(self, seconds)
+        self._hub.finish(self, seconds)
         return [self.results[rank] for rank in self.told]
 
     def found(self, seconds: float) -> list[Any]:
@@ -202,61 +208,61 @@ class Call:
         return self.wait()
 
 
-class WorldGroup(Group):
-    def __init__(self, switchboard: Switchboard, name: str, processes: Processes):
-        self._switchboard, self.name, self.processes = switchboard, name, processes
+class RpcGroup(Group):
+    def __init__(self, hub: RpcHub, name: str, processes: Processes):
+        self._hub, self.name, self.processes = hub, name, processes
         self.size = processes.size
 
-    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> Call:
+    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> RpcCall:
         if parts is None:
-            return self._switchboard.start(self.name, method, self.ranks, None, shared)
+            return self._hub.start(self.name, method, self.ranks, None, shared)
         assert len(parts) == self.size
         own = [parts[part] for part in self.processes.parts]
-        call = self._switchboard.start(self.name, method, self.ranks, own, shared)
+        call = self._hub.start(self.name, method, self.ranks, own, shared)
         call.told = self.processes.telling
         return call
 
     def each(self, method: str, values: Sequence[Any]) -> list[Any]:
-        return self._switchboard.start(self.name, method, self.ranks, values, {}).wait()
+        return self._hub.start(self.name, method, self.ranks, values, {}).wait()
 
-    def meet_again(self) -> bool:
-        self._switchboard.meet_again()
+    def reinit_process_group(self) -> bool:
+        self._hub.reinit_process_group()
         return True
 
 
-class WorldStage(Stage):
+class LocalProcessLauncher(Launcher):
     """Made in every process of a world; the first one runs the loop, the others `serve`."""
 
-    def __init__(self, host: Host, records: Sequence[type]):
+    def __init__(self, host: RoleHost, records: Sequence[type]):
         self.host = host
         self.device, self.world, self.stop = host.device, host.world, host.stop
-        self._switchboard = Switchboard(host.world, host.roles, records)
-        self._hosts = self._switchboard.group(HOST)
+        self._hub = RpcHub(host.world, host.roles, records)
+        self._hosts = self._hub.group(HOST)
 
     def groups(self, options: SeededOptions) -> dict[str, Group]:
         assert options == self.host.options, "the other processes know the options as they were given"
         for unit in self.host.units:
             self._hosts.call("build", unit=unit)
         self._hosts.call("settle")
-        return {name: self._switchboard.group(name, found) for name, found in self.host.processes().items()}
+        return {name: self._hub.group(name, found) for name, found in self.host.processes().items()}
 
-    def groups_anew(self) -> dict[str, Group]:
+    def rebuild_groups(self) -> dict[str, Group]:
         self._hosts.call("let_go")
         return self.groups(self.host.options)
 
     def serve(self) -> None:
         try:
-            self._switchboard.serve()
+            self._hub.serve()
         finally:
             self.host.close()
 
     def hang_up(self) -> None:
-        self._switchboard.hang_up()
+        self._hub.hang_up()
 
     def close(self) -> None:
         self.host.close()
 
 
-def stage_of(host: Host, records: Sequence[type] = ()) -> LocalStage | WorldStage:
+def launcher_of(host: RoleHost, records: Sequence[type] = ()) -> InProcessLauncher | LocalProcessLauncher:
     """The way that fits how this process was started. `records`: what may travel to roles and back."""
-    return LocalStage(host) if host.world.size == 1 else WorldStage(host, records)
+    return InProcessLauncher(host) if host.world.size == 1 else LocalProcessLauncher(host, records)

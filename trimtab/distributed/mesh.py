@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.distributed.process_group import PATIENCE, Peers, World, opening
+from trimtab.distributed.process_group import COLLECTIVE_TIMEOUT, Peers, World, noting_sockets
 
 DIMENSIONS = ("replicate", "shard", "context", "tensor")
 Over = tuple[str, ...]
@@ -179,8 +179,8 @@ class Mesh:
         """The group of the circle that this process is in. None: of all that have met."""
         if len(circles[0]) == self.world.size:
             return None
-        with opening():
-            groups = [dist.new_group(list(ranks), timeout=PATIENCE) for ranks in circles]
+        with noting_sockets():
+            groups = [dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT) for ranks in circles]
         return next((group for group, ranks in zip(groups, circles) if self.world.rank in ranks), None)
 
     def _circles(self, over: Over) -> tuple[tuple[int, ...], ...]:

@@ -106,7 +106,7 @@ Item = TypeVar("Item")
 
 # Of one message or collective: processes wait for each other as long as a slow reward takes, and watch.py finds out
 # which of them hangs.
-PATIENCE = timedelta(days=30)
+COLLECTIVE_TIMEOUT = timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ def find_world(device: Device) -> World:
     if size == 1:
         return World(device=device.torch)
     if not dist.is_initialized():
-        join(device.torch, **_meeting_place(size))
+        init_process_group(device.torch, **_meeting_place(size))
         watch_others(dist.distributed_c10d._get_default_store(), dist.get_rank(), size)
     return World(dist.get_rank(), size, device.torch)
 
 
-def join(device: torch.device, **place: Any) -> None:
+def init_process_group(device: torch.device, **place: Any) -> None:
     """Meet the other processes at `place`: a store, this process's rank and how many they are."""
     library = collectives_of(device)
     if library is None:
@@ -139,8 +139,8 @@ def join(device: torch.device, **place: Any) -> None:
     # A device that is bound must be known to every group, also to those that speak gloo alone.
     known = device.type != "cpu" and device.type in dist.Backend.backend_capability[dist.Backend.GLOO]
     options = {"device_id": device} if known else {}
-    with opening():
-        dist.init_process_group(backend, timeout=PATIENCE, **place, **options)
+    with noting_sockets():
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **place, **options)
 
 
 def collectives_of(device: torch.device) -> str | None:
@@ -204,7 +204,7 @@ def deal(
 GET_ADDRESS = 0x8915  # of an interface: SIOCGIFADDR
 
 
-def speak_at(address: str) -> None:
+def use_interface_of(address: str) -> None:
     """Have the sockets between processes use the interface that has this address, unless another is asked for."""
     if (name := interface_at(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -235,7 +235,7 @@ _noted: set[int] = set()  # by their place in the kernel: a descriptor's number 
 
 
 @contextlib.contextmanager
-def opening() -> Iterator[None]:
+def noting_sockets() -> Iterator[None]:
     """Inside, a group of processes is made."""
     before = _streams()
     try:
@@ -244,7 +244,7 @@ def opening() -> Iterator[None]:
         _noted.update(_streams().keys() - before.keys())
 
 
-def break_all(*, but: int = 0) -> None:
+def break_sockets(*, but: int = 0) -> None:
     """`but`: a port whose connections are left alone."""
     for place, descriptor in _streams().items():
         if place in _noted:
@@ -278,14 +278,14 @@ def _streams() -> dict[int, int]:
 ABORT_KEY = "trimtab_called_off"
 
 
-def call_off(why: str) -> None:
+def abort_collectives(why: str) -> None:
     """Break off the collectives of this world. What the others wait for will not come."""
     if _is_world():
         _get_default_store().set(ABORT_KEY, why)
         _break_connections()
 
 
-def reason_to_call_off() -> str | None:
+def abort_reason() -> str | None:
     """Why another process has called this world's collectives off, if one has; then this one does the same."""
     if not _is_world():
         return None
@@ -299,7 +299,7 @@ def reason_to_call_off() -> str | None:
     return why
 
 
-def meet_again(world: World) -> None:
+def reinit_process_group(world: World) -> None:
     """A new group of the same processes in place of the one that was called off. What was made for the old group, a
     split model most of all, cannot be used in the new one."""
     if world.size == 1:
@@ -307,7 +307,7 @@ def meet_again(world: World) -> None:
     store = dist.PrefixStore("again", _get_default_store())
     dist.destroy_process_group()
     with pulse.waiting():  # another one may be in the middle of a long call
-        join(world.device, store=store, rank=world.rank, world_size=world.size)
+        init_process_group(world.device, store=store, rank=world.rank, world_size=world.size)
 
 
 def _is_world() -> bool:
@@ -315,7 +315,7 @@ def _is_world() -> bool:
 
 
 def _break_connections() -> None:
-    break_all(but=int(os.environ.get("MASTER_PORT", 0)))  # where the store is
+    break_sockets(but=int(os.environ.get("MASTER_PORT", 0)))  # where the store is
 
 
 # ---- A signal that reaches one process of a world is heard by all of them, whatever they are waiting for. A process
@@ -328,7 +328,7 @@ STOP_KEY = "trimtab_stop"
 
 
 @contextlib.contextmanager
-def heard_by_all(stop: StopRequest, world: World) -> Iterator[None]:
+def share_signals(stop: StopRequest, world: World) -> Iterator[None]:
     if world.size == 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -349,7 +349,7 @@ def heard_by_all(stop: StopRequest, world: World) -> Iterator[None]:
         listening.close()
 
 
-def was_told(stop: StopRequest, world: World) -> bool:
+def stop_was_requested(stop: StopRequest, world: World) -> bool:
     """Whether the run has been told to stop. A process that left for that reason may have gone before its word came."""
     deadline = time.monotonic() + (2 * SIGNAL_CHECK_SECONDS if world.size > 1 else 0.0)
     while not stop.requested() and time.monotonic() < deadline:
@@ -373,7 +373,7 @@ def _listen(stop: StopRequest, store: dist.Store, listening: socket.socket, ende
 # ---- A world of one for a library that insists on torch's default group: it would else open a port on every interface.
 
 
-def be_alone() -> None:
+def join_group_of_one() -> None:
     """Join a group of this process alone, which nobody can reach; nothing, if there is a group already."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

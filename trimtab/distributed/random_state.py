@@ -56,7 +56,7 @@ def restore_random_state(state: dict) -> None:
 
 
 @contextlib.contextmanager
-def drawing_aside() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """What is drawn inside leaves the generators as they were: the CPU's, and that of this process's device."""
     host, own = torch.get_rng_state(), _own_generator()
     device = None if own is None else own[1].get_rng_state()
@@ -68,12 +68,12 @@ def drawing_aside() -> Iterator[None]:
             own[1].set_rng_state(device)
 
 
-class OwnStream:
+class RandomStream:
     """Random numbers of one's own: what is drawn inside `drawing` comes from this stream, and the generators that
     everybody draws from are left as they were."""
 
     def __init__(self, seed: int):
-        with drawing_aside():
+        with preserve_rng_state():
             torch.manual_seed(seed)
             self._take()
 
@@ -84,7 +84,7 @@ class OwnStream:
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        with drawing_aside():
+        with preserve_rng_state():
             own = _own_generator()
             torch.set_rng_state(self._host)
             if own is not None and self._device is not None:

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from trimtab.interrupts import SIGNALS, handled_signals
 
-LINE = "TRIMTAB_LAUNCHER_LINE"  # descriptor of the socket to our launcher
+LAUNCHER_SOCKET = "TRIMTAB_LAUNCHER_LINE"  # descriptor of the socket to our launcher
 BEAT = b"."
 LEFT = b"left"
 GRACE = 0.25  # share of the time that one inside a collective waits on, for the cause to be named
@@ -75,7 +75,7 @@ def watch(seconds: float) -> None:
         return
     pulse.move()
     pulse.limit, pulse.left = seconds, False
-    line = socket.socket(fileno=int(os.environ[LINE])) if LINE in os.environ else None
+    line = socket.socket(fileno=int(os.environ[LAUNCHER_SOCKET])) if LAUNCHER_SOCKET in os.environ else None
     if line is not None:
         os.set_inheritable(line.fileno(), False)
         line.setblocking(False)
@@ -84,7 +84,7 @@ def watch(seconds: float) -> None:
 
 def watch_others(store: Any, rank: int, size: int) -> None:
     """Notice processes that give no sign of life, where no launcher of ours does."""
-    if pulse.limit is None or LINE in os.environ:
+    if pulse.limit is None or LAUNCHER_SOCKET in os.environ:
         return
     arguments = (store.clone(), rank, size, pulse.limit)  # a connection of its own, for another thread
     threading.Thread(target=_watch_others, args=arguments, name="watch others", daemon=True).start()
@@ -170,7 +170,7 @@ OF_ANOTHER = (
 )
 
 
-def is_of_another(message: str) -> bool:
+def is_lost_connection(message: str) -> bool:
     """Whether a process failed only because another one has."""
     return any(words in message.lower() for words in OF_ANOTHER)
 
@@ -198,7 +198,7 @@ Hear = Callable[[str, bool], None]
 """Gets each line of the first process, and whether it was said on standard error."""
 
 
-def launch(
+def launch_processes(
     module: str,
     argv: Sequence[str],
     processes: int,
@@ -209,11 +209,11 @@ def launch(
     """Run `python -m module argv` as that many processes; the exit code of the first to fail, or 0. `hear`: who gets
     what the first process says, in place of the terminal; `go_on`: what there is to say, when all have ended, after one
     of them had no chance to say it."""
-    ranks: list[_Rank] = []
+    ranks: list[_LaunchedProcess] = []
     with _meeting_place() as place, _passing_on(ranks) as asked:
         try:
             for rank in range(processes):
-                ranks.append(_Rank(module, argv, rank, processes, place, hear))
+                ranks.append(_LaunchedProcess(module, argv, rank, processes, place, hear))
             place.close()
             if asked:  # while they were being started
                 _signal_all(ranks, signal.SIGTERM)
@@ -225,7 +225,7 @@ def launch(
     return code if code >= 0 else 128 - code
 
 
-class _Rank:
+class _LaunchedProcess:
     """One of the processes, and the line to it: it sends its signs of life, and notices when the launcher is gone."""
 
     def __init__(
@@ -250,7 +250,7 @@ class _Rank:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(place.getsockname()[1]),
             STORE_SOCKET: str(place.fileno()),
-            LINE: str(theirs.fileno()),
+            LAUNCHER_SOCKET: str(theirs.fileno()),
             **_loopback(),
         }
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
@@ -304,7 +304,7 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def _passing_on(ranks: list[_Rank]) -> Iterator[list[int]]:
+def _passing_on(ranks: list[_LaunchedProcess]) -> Iterator[list[int]]:
     """Signals go to all processes, and into the list that is yielded.
 
     A terminal has told every process of a Ctrl-C, `kill` only this one. So the first is passed on as SIGTERM, which
@@ -327,7 +327,7 @@ def _passing_on(ranks: list[_Rank]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: list[_Rank], asked: list[int], hang_timeout: float) -> tuple[int, bool]:
+def _wait(ranks: list[_LaunchedProcess], asked: list[int], hang_timeout: float) -> tuple[int, bool]:
     """The exit code, and whether a process was killed."""
     while True:
         if any(rank.process.poll() for rank in ranks):
@@ -354,7 +354,7 @@ def _was_asked(code: int, asked: list[int]) -> bool:
     return code - 128 in SIGNALS or (bool(asked) and -code in SIGNALS)
 
 
-def _failed(ranks: list[_Rank], codes: list[int | None], first: _Rank, code: int) -> int:
+def _failed(ranks: list[_LaunchedProcess], codes: list[int | None], first: _LaunchedProcess, code: int) -> int:
     if code < 0:
         first.show(f"was ended by signal {_signal_in_words(-code)}")
         return code
@@ -375,7 +375,7 @@ def _signal_in_words(number: int) -> str:
     return f"{number} ({name}{CAUSES.get(number, '')})"
 
 
-def _also_fails(first: _Rank) -> bool:
+def _also_fails(first: _LaunchedProcess) -> bool:
     """A mistake in the command is every process's; the first one tells it, in a moment if not already."""
     try:
         return first.process.wait(2.0) == 2
@@ -383,13 +383,13 @@ def _also_fails(first: _Rank) -> bool:
         return False
 
 
-def _signal_all(ranks: list[_Rank], number: int) -> None:
+def _signal_all(ranks: list[_LaunchedProcess], number: int) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.send_signal(number)
 
 
-def _end_all(ranks: list[_Rank]) -> None:
+def _end_all(ranks: list[_LaunchedProcess]) -> None:
     _signal_all(ranks, signal.SIGTERM)
     deadline = time.monotonic() + TO_LEAVE
     for rank in ranks:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.distributed.device import device_name, kind_of
-from trimtab.distributed.process_group import collectives_of, speak_at
+from trimtab.distributed.process_group import collectives_of, use_interface_of
 from trimtab.distributed.supervision import pulse
 
 NODE_ADDRESS = "TRIMTAB_NODE_ADDRESS"
@@ -34,19 +34,19 @@ NODE_ADDRESS = "TRIMTAB_NODE_ADDRESS"
 GLOO, SHARED = "gloo", "shared"
 IN_MAIN_MEMORY = (GLOO, SHARED)  # what is said besides tensors
 LOOPBACK = "127.0.0.1"
-Plan = list[dict[str, Any]]
+TransferPlan = list[dict[str, Any]]
 
 
 def node_address() -> str:
     return os.environ.get(NODE_ADDRESS, LOOPBACK)
 
 
-def seat(device: torch.device) -> dict[str, Any]:
+def describe_receiver(device: torch.device) -> dict[str, Any]:
     """Who a receiver is, for plans."""
     return {"seat": f"{node_address()}/{os.getpid()}", "device": _device_name(device)}
 
 
-class Offer:
+class TransferOffer:
     """A sender's open door: a port on its node's address, on which a store will listen."""
 
     def __init__(self, device: torch.device):
@@ -63,22 +63,22 @@ class Offer:
             "shares": kind_of(self.device).shared_memory,
         }
 
-    def accept(self, plan: Plan) -> "Link | None":
+    def accept(self, plan: TransferPlan) -> "TransferChannel | None":
         """The link of the plan that begins here; None: there is none."""
         entry = next((entry for entry in plan if entry["store"] == self.store), None)
         if entry is None:
             self.socket.close()
             return None
-        return Link(entry, 0, self.device, listening=self.socket.detach())
+        return TransferChannel(entry, 0, self.device, listening=self.socket.detach())
 
 
-def join_as_receiver(plan: Plan, device: torch.device) -> "Link":
-    own = seat(device)["seat"]
+def join_as_receiver(plan: TransferPlan, device: torch.device) -> "TransferChannel":
+    own = describe_receiver(device)["seat"]
     entry = next(entry for entry in plan if own in entry["seats"])
-    return Link(entry, entry["seats"].index(own) + 1, device)
+    return TransferChannel(entry, entry["seats"].index(own) + 1, device)
 
 
-def plan_links(
+def plan_transfer(
     offers: Sequence[dict[str, Any]],
     seats: Sequence[dict[str, Any]],
     *,
@@ -86,7 +86,7 @@ def plan_links(
     tensors: list[Any],
     about: dict[str, Any],
     patience: float,
-) -> Plan:
+) -> TransferPlan:
     """Who sends to whom: a receiver on a sender's own accelerator shares its memory, all others hear the first one."""
     sharing: dict[int, list[str]] = {}
     others: list[str] = []
@@ -105,13 +105,13 @@ def plan_links(
     return plan
 
 
-class Link:
+class TransferChannel:
     def __init__(self, entry: dict[str, Any], rank: int, device: torch.device, listening: int | None = None):
         """`rank`: 0 is the sender, whose store listens on the socket `listening`."""
         self.way, self.rank, self.about = entry["way"], rank, entry["about"]
         self.device = torch.device("cpu") if self.way == GLOO else device
         self.tensors = [(name, dtype, tuple(shape)) for name, dtype, shape in entry["tensors"]]
-        self.parts = parts(self.tensors)
+        self.parts = plan_buckets(self.tensors)
         size, patience = len(entry["seats"]) + 1, timedelta(seconds=entry["patience"])
         address, port = entry["store"]
         server = {} if listening is None else {"is_master": True, "master_listen_fd": listening}
@@ -152,7 +152,7 @@ class Link:
                 except RuntimeError as error:
                     failures.append(error)
                     bucket.zero_()
-            yield from opened(bucket, part)
+            yield from unpack_bucket(bucket, part)
 
     def _receive(self, bucket: Tensor) -> None:
         with pulse.waiting():
@@ -177,21 +177,21 @@ class Link:
         self.group.barrier(options).wait()
 
 
-class Outgoing:
+class TransferSender:
     """What a process sends over. Of a split model every process must send, one without a link too: it gathers with the
     others."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._offer: Offer | None = None
-        self._link: Link | None = None
+        self._offer: TransferOffer | None = None
+        self._link: TransferChannel | None = None
 
     def offer(self) -> dict[str, Any]:
         self.close()
-        self._offer = Offer(self.device)
+        self._offer = TransferOffer(self.device)
         return self._offer.described()
 
-    def open(self, plan: Plan) -> None:
+    def open(self, plan: TransferPlan) -> None:
         assert self._offer is not None, "nothing was offered"
         offer, self._offer = self._offer, None
         self._link = offer.accept(plan)
@@ -204,7 +204,7 @@ class Outgoing:
                 pulse.move()
             return
         failure: RuntimeError | None = None
-        for bucket in packed(tensors, self._link.parts, self._link.device):
+        for bucket in pack_buckets(tensors, self._link.parts, self._link.device):
             if self._link is None:
                 pulse.move()
                 continue
@@ -229,7 +229,7 @@ class Outgoing:
 def _group(way: str, store: dist.Store, rank: int, size: int, patience: timedelta, address: str) -> Any:
     if way not in IN_MAIN_MEMORY:
         if NODE_ADDRESS in os.environ:
-            speak_at(node_address())
+            use_interface_of(node_address())
         return _group_of_devices(way, store, rank, size, patience)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = patience
@@ -267,7 +267,7 @@ def _device_name(device: torch.device) -> str | None:
 
 def _shared_bucket(store: dist.Store, rank: int, device: torch.device, plan: Sequence[Any]) -> Tensor:
     """The sender's bucket, seen by all on its accelerator."""
-    size = max([BUCKET, *(part.size for part in plan)])
+    size = max([BUCKET_BYTES, *(part.size for part in plan)])
     if rank == 0:
         bucket = torch.empty(size, dtype=torch.uint8, device=device)
         told = [v.hex() if isinstance(v, bytes) else v for v in bucket.untyped_storage()._share_cuda_()]
@@ -284,13 +284,13 @@ def _shared_bucket(store: dist.Store, rank: int, device: torch.device, plan: Seq
 # ---- Tensors packed into buckets of bytes: a few large messages instead of one a tensor.
 
 
-BUCKET = 64 * 2**20  # bytes
+BUCKET_BYTES = 64 * 2**20  # bytes
 ALIGNMENT = 16
-Described = tuple[str, str, tuple[int, ...]]  # name, type, shape
+TensorSpec = tuple[str, str, tuple[int, ...]]  # name, type, shape
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketEntry:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -302,38 +302,40 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class Bucket:
     """What travels in one bucket."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketEntry, ...]
 
     @property
     def size(self) -> int:
         return self.pieces[-1].start + _aligned(self.pieces[-1].bytes)
 
 
-def described(tensors: Iterable[tuple[str, Tensor]]) -> list[Described]:
+def tensor_specs(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
     return [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors]
 
 
-def parts(tensors: Sequence[Described], bucket: int = BUCKET) -> list[Part]:
+def plan_buckets(tensors: Sequence[TensorSpec], bucket: int = BUCKET_BYTES) -> list[Bucket]:
     """In their order; a tensor larger than a bucket travels alone."""
-    found: list[list[Piece]] = []
+    found: list[list[BucketEntry]] = []
     end = 0
     for name, dtype, shape in tensors:
-        piece = Piece(name, getattr(torch, dtype), shape, end)
+        piece = BucketEntry(name, getattr(torch, dtype), shape, end)
         if not found or end + piece.bytes > bucket:
             found.append([])
-            piece = Piece(name, piece.dtype, shape, 0)
+            piece = BucketEntry(name, piece.dtype, shape, 0)
         found[-1].append(piece)
         end = piece.start + _aligned(piece.bytes)
-    return [Part(tuple(pieces)) for pieces in found]
+    return [Bucket(tuple(pieces)) for pieces in found]
 
 
-def packed(tensors: Iterable[tuple[str, Tensor]], parts: Sequence[Part], device: torch.device) -> Iterator[Tensor]:
+def pack_buckets(
+    tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[Bucket], device: torch.device
+) -> Iterator[Tensor]:
     """The buckets of tensors that come in the order of the parts, one at a time."""
     coming = iter(tensors)
-    for part in parts:
+    for part in buckets:
         bucket = torch.empty(part.size, dtype=torch.uint8, device=device)
         for piece in part.pieces:
             name, tensor = next(coming)
@@ -343,7 +345,7 @@ def packed(tensors: Iterable[tuple[str, Tensor]], parts: Sequence[Part], device:
     assert next(coming, None) is None, "more tensors than were described"
 
 
-def opened(bucket: Tensor, part: Part) -> Iterator[tuple[str, Tensor]]:
+def unpack_bucket(bucket: Tensor, part: Bucket) -> Iterator[tuple[str, Tensor]]:
     for piece in part.pieces:
         yield piece.name, bucket[piece.start : piece.start + piece.bytes].view(piece.dtype).view(piece.shape)
 

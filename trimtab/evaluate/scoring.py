@@ -21,7 +21,7 @@ from trimtab.data.sources import load_rows
 from trimtab.data.token_cache import rows_hash
 from trimtab.data.tokenising import tokenise
 from trimtab.distributed.device import Device, find_device
-from trimtab.distributed.process_group import World, find_world, heard_by_all, leave_world
+from trimtab.distributed.process_group import World, find_world, leave_world, share_signals
 from trimtab.distributed.random_state import seed_everything
 from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, trainable
@@ -39,7 +39,7 @@ def score(options: GenerateOptions) -> None:
     device = find_device()
     try:
         world = find_world(device)
-        with StopRequest(at_once=True) as stop, heard_by_all(stop, world):
+        with StopRequest(at_once=True) as stop, share_signals(stop, world):
             Scoring(options, device, world, stop).run()
     finally:
         leave_world()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.fsdp import local
-from trimtab.distributed.random_state import drawing_aside
+from trimtab.distributed.random_state import preserve_rng_state
 from trimtab.errors import UserError
 from trimtab.interrupts import unheard_by_children
 from trimtab.models.activation_memory import layers_of
@@ -168,7 +168,7 @@ def compile_layers(
     began = time.monotonic()
     if root.path != "packed":
         return CompileResult("its rows are padded")
-    with drawing_aside(), warnings.catch_warnings():
+    with preserve_rng_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what is left uncompiled
         problem = _problem(root, scores, gradients, router)
     if problem:

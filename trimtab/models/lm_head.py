@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.distributed.collectives import add_up, beside, branch, gather, join
+from trimtab.distributed.collectives import all_gather, all_reduce, group_copy, group_gather, group_reduce
 from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.fsdp import local
 from trimtab.models.parallel.tensor_parallel import VocabShard
@@ -183,7 +183,7 @@ def choice_log_probs(hidden_ND: Tensor, head: nn.Module, choices_K: Tensor, shap
     else:
         places_K, here_K = shard.places(choices_K)
         rows, added = weight[places_K], None if bias is None else bias[places_K]
-        raw = join(nn.functional.linear(branch(hidden_ND, shard.group), rows, added) * here_K, shard.group)
+        raw = group_reduce(nn.functional.linear(group_copy(hidden_ND, shard.group), rows, added) * here_K, shard.group)
     return shaped_logits(raw, shape, 1.0).log_softmax(-1)
 
 
@@ -219,7 +219,7 @@ def whole_logits(hidden_ND: Tensor, head: nn.Module) -> Tensor:
         return head(hidden_ND)
     shard, (weight, bias) = VocabShard.of(head.weight), _matrix(head)
     raw = raw_logits(hidden_ND, weight, bias)
-    return raw if shard is None else beside(raw, shard.group, shard.widths)
+    return raw if shard is None else group_gather(raw, shard.group, shard.widths)
 
 
 def _matrix(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
@@ -308,7 +308,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         if grad_hidden is not None and shard is not None:
-            add_up(grad_hidden, shard.group)
+            all_reduce(grad_hidden, shard.group)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
@@ -317,7 +317,7 @@ def _of_all_words(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The logits of the targets, log Z and E[z] over the whole vocabulary, from those of every process."""
     own = [chosen_N, normalisers_N] + ([] if means_N is None else [means_N])
-    of_each = gather(torch.stack(own), shard.group)  # [processes, 2 or 3, N]
+    of_each = all_gather(torch.stack(own), shard.group)  # [processes, 2 or 3, N]
     normalisers_RN = of_each[:, 1]
     whole_N = normalisers_RN.logsumexp(0)
     if means_N is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.collectives import join
+from trimtab.distributed.collectives import group_reduce
 from trimtab.distributed.supervision import pulse
 from trimtab.models.activation_memory import ActivationOffload
 from trimtab.models.attention import PackedPass, PackedRow, Row, unpadded
@@ -95,7 +95,7 @@ class PackedModel(nn.Module):
 
     def sum_over_row(self, values: Tensor) -> Tensor:
         """Sums over the tokens of a row, from sums over those that are here."""
-        return values if self.context is None else join(values, self.context.peers.group)
+        return values if self.context is None else group_reduce(values, self.context.peers.group)
 
     # What the self-check compares: our values, and the model's own for each sequence alone.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.distributed.fsdp import split_again, whole
-from trimtab.distributed.weight_transfer import Described, described
+from trimtab.distributed.weight_transfer import TensorSpec, tensor_specs
 from trimtab.models.policy import Policy
 from trimtab.models.reward import HEAD, renamed
 
@@ -98,12 +98,12 @@ class WeightExport:
         self.stored = (MergedWeights if self.adapted else HFWeights)(policy.inner, bf16=bf16)
         self._groups = list(self.stored.groups())
 
-    def described(self) -> list[Described]:
+    def described(self) -> list[TensorSpec]:
         """Names, types and shapes, in the order in which they come."""
         if self.adapters:
             named = self._adapters().items()
-            return described((name, torch.empty(t.shape, dtype=self._dtype(t), device="meta")) for name, t in named)
-        return described((name, tensor) for _, after in self._groups for name, tensor in after.items())
+            return tensor_specs((name, torch.empty(t.shape, dtype=self._dtype(t), device="meta")) for name, t in named)
+        return tensor_specs((name, tensor) for _, after in self._groups for name, tensor in after.items())
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from trimtab.config.jobs import GenerateOptions
-from trimtab.distributed.supervision import Hear, launch, watch
+from trimtab.distributed.supervision import Hear, launch_processes, watch
 from trimtab.running.preparing import launches_others
 
 
 def start_generating(options: GenerateOptions, module: str, words: Sequence[str], hear: Hear | None = None) -> int:
     """Answer, in this process or in several, and return the exit code; the rest is as in training.py."""
     if launches_others(options):
-        return launch(module, words, options.nproc, options.hang_timeout, hear)
+        return launch_processes(module, words, options.nproc, options.hang_timeout, hear)
     watch(options.hang_timeout)
     if options.eval_task == "rm":
         from trimtab.evaluate.scoring import score

@@ -104,6 +104,6 @@ def _accelerators() -> int:
 
 
 def _lacks(feature: str) -> str | None:
-    from trimtab.distributed.device import here
+    from trimtab.distributed.device import local_device_kind
 
-    return here().lacking(feature)
+    return local_device_kind().lacking(feature)

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import TrainedOptions
-from trimtab.distributed.supervision import LINE, Hear, is_of_another, launch, watch
+from trimtab.distributed.supervision import LAUNCHER_SOCKET, Hear, is_lost_connection, launch_processes, watch
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.running.leaving import show_what_is_left
 from trimtab.running.preparing import launches_others, on_a_cluster
@@ -30,7 +30,7 @@ def start_training(options: TrainedOptions, module: str, words: Sequence[str], h
     elif launches_others(options):
         before = mark_of_newest(options)
         go_on = partial(_where_to_go_on, options, before)
-        return launch(module, words, options.nproc, options.hang_timeout, hear, go_on)
+        return launch_processes(module, words, options.nproc, options.hang_timeout, hear, go_on)
     watch(options.hang_timeout)
     _train(options)
     return 0
@@ -51,10 +51,10 @@ def _train(options: TrainedOptions) -> None:
         raise Interrupted(signal.SIGINT, f"interrupted; {_where_to_go_on(options, before)}") from None
     except RuntimeError as error:
         # torch raises nothing more telling in a process whose connection to another one breaks.
-        if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not is_of_another(str(error)):
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not is_lost_connection(str(error)):
             raise
         found, _, _ = str(error).partition(". ")
-        if LINE in os.environ:  # our launcher says which, and where to go on
+        if LAUNCHER_SOCKET in os.environ:  # our launcher says which, and where to go on
             raise RunFailed(f"lost its connection to another process of this run ({found})") from error
         ended = f"another process of this run has ended, and its own output says why ({found})"
         raise RunFailed(f"{ended}; {_where_to_go_on(options, before)}") from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from trimtab.distributed.device import is_out_of_memory
-from trimtab.distributed.process_group import call_off, reason_to_call_off
+from trimtab.distributed.process_group import abort_collectives, abort_reason
 from trimtab.distributed.random_state import random_state, restore_random_state
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.train.optimiser import Optimiser
@@ -95,8 +95,8 @@ def memory_guard(undo: Callable[[], None] = lambda: None) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             why = str(error).partition("\n")[0]
-            call_off(why)
-        elif (reason := reason_to_call_off()) is not None:
+            abort_collectives(why)
+        elif (reason := abort_reason()) is not None:
             why = reason
         else:
             raise

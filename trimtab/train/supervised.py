@@ -23,7 +23,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import GRADIENT_DTYPES, sync_gradients
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.process_group import deal, meet_again
+from trimtab.distributed.process_group import deal, reinit_process_group
 from trimtab.distributed.random_state import process_seed, random_state, restore_random_state, seed_everything
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.files import write_json, writing
@@ -260,7 +260,7 @@ class SupervisedRun:
         """Smaller passes, because these samples' did not fit; where they cannot be smaller, the end of the run."""
         task, limit = self.task, self.task.pass_limit
         self.device.release_memory()
-        meet_again(self.mesh.world)
+        reinit_process_group(self.mesh.world)
         store = task.evaluation if evaluation else task.store
         lengths = task.lengths(store)
         passes = [(int(lengths[part].sum()), len(part)) for part in task.cut(store, samples)]

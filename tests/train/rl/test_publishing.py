@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from trimtab.config.jobs import GRPOOptions
-from trimtab.distributed.launcher import EngineLost, LocalGroup
+from trimtab.distributed.launcher import EngineLost, InProcessGroup
 from trimtab.train.rl.publishing import SentWeights
 
 
@@ -21,15 +21,15 @@ class Policy:
         pass
 
 
-class Engines(LocalGroup):
-    def stand_in(self, lost: Exception) -> None:
+class Engines(InProcessGroup):
+    def replace_engine(self, lost: Exception) -> None:
         self.role = Engine()
 
 
 def test_who_takes_a_lost_engines_place_is_told_the_version_of_the_weights_as_they_are_now(monkeypatch):
     monkeypatch.setattr(SentWeights, "connect", lambda self: None)
     checked: list[int] = []
-    roles = SimpleNamespace(actor=LocalGroup("actor", Policy(), None), rollouts=Engines("rollouts", Engine(), None))
+    roles = SimpleNamespace(actor=InProcessGroup("actor", Policy(), None), rollouts=Engines("rollouts", Engine(), None))
     publishing = SentWeights(GRPOOptions(max_restarts=1), roles, SimpleNamespace(check=checked.append))
     publishing.publish(3)
     assert roles.rollouts.role.version == 3

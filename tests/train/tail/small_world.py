@@ -18,8 +18,8 @@ from trimtab.config.checks import check, settle
 from trimtab.config.jobs import TailOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
-from trimtab.distributed.launcher import Host
-from trimtab.distributed.local_launcher import stage_of
+from trimtab.distributed.launcher import RoleHost
+from trimtab.distributed.local_launcher import launcher_of
 from trimtab.distributed.process_group import World
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
@@ -85,8 +85,8 @@ def make_run(folder: Path, monkeypatch, *words: str, reward=reward_of, **changes
     for name, value in changes.items():
         object.__setattr__(options, name, value)
     device, world = find_device(), World()
-    stage = stage_of(Host(options, TailController.units(options, 1), mesh_of, device, world, StopRequest()))
-    return TailController(options, device, world).run(stage.groups(options))
+    launcher = launcher_of(RoleHost(options, TailController.units(options, 1), mesh_of, device, world, StopRequest()))
+    return TailController(options, device, world).run(launcher.groups(options))
 
 
 def experience_of(

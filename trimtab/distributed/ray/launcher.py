@@ -12,22 +12,31 @@ import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trimtab.distributed.device import Device, Kind, of_resource, showing
+from trimtab.distributed.device import Device, DeviceKind, kind_of_resource, visible_devices_env
 from trimtab.distributed.launcher import (
     HOST,
     EngineLost,
     Group,
-    Lost,
+    Launcher,
     Processes,
     SeededOptions,
-    Stage,
     Unanswered,
     Unit,
+    WorkerLost,
 )
 from trimtab.distributed.process_group import World
 from trimtab.distributed.ray.placement import CPU_SHARE, Layout, Placement, missing
 from trimtab.distributed.ray.preflight import living_nodes
-from trimtab.distributed.ray.workers import DONE, MISTAKE, NO_ROOM, Crew, Job, Member, Seating, Worker
+from trimtab.distributed.ray.workers import (
+    DONE,
+    MISTAKE,
+    NO_ROOM,
+    RayJob,
+    RayWorker,
+    RayWorkers,
+    WorkerHandle,
+    WorkerRank,
+)
 from trimtab.distributed.serialization import Serializer
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 from trimtab.interrupts import StopRequest
@@ -39,17 +48,17 @@ LARGE = 2**16  # bytes; what all are told alike is put into Ray's memory once
 class RayGroup(Group):
     def __init__(
         self,
-        crew: Crew,
+        workers: RayWorkers,
         serializer: Serializer,
         name: str,
-        members: Sequence[Member],
+        members: Sequence[WorkerHandle],
         processes: Processes | None = None,
     ):
         """`processes`: which part of a call each member gets, if not one of its own."""
         self.name, self.members = name, members
         self.processes = processes or Processes.apart([member.rank for member in members])
         self.size = self.processes.size
-        self._crew, self._serializer = crew, serializer
+        self._workers, self._serializer = workers, serializer
 
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> "RayCall":
         if parts is None:
@@ -72,38 +81,43 @@ class RayGroup(Group):
         for member, value in zip(self.members, values, strict=True):
             own = np.frombuffer(self._serializer.pack([self.name, method, value]), dtype=np.uint8)
             asked.append((member, member.handle.perform.remote(own, settings)))
-        return RayCall(self._crew, self._serializer, f"{self.name}.{method}", asked, told)
+        return RayCall(self._workers, self._serializer, f"{self.name}.{method}", asked, told)
 
-    def meet_again(self) -> bool:
+    def reinit_process_group(self) -> bool:
         """All processes of the world do, also those of other groups."""
-        world = self._crew.members[: self._crew.world_size]
-        self._crew.call("meet_again", seconds=self._crew.hang_timeout, members=world)
-        return self._crew.world_size > 1
+        world = self._workers.members[: self._workers.world_size]
+        self._workers.call("reinit_process_group", seconds=self._workers.hang_timeout, members=world)
+        return self._workers.world_size > 1
 
 
 class EngineGroup(RayGroup):
     apart = True
 
-    def __init__(self, *parts: Any, stand_in: Callable[[EngineLost], None]):
+    def __init__(self, *parts: Any, replace_engine: Callable[[EngineLost], None]):
         super().__init__(*parts)
-        self._stand_in = stand_in
+        self._replace_engine = replace_engine
 
-    def stand_in(self, lost: Exception) -> None:
+    def replace_engine(self, lost: Exception) -> None:
         assert isinstance(lost, EngineLost)
-        self._stand_in(lost)
+        self._replace_engine(lost)
 
 
 class RayCall:
     def __init__(
-        self, crew: Crew, serializer: Serializer, name: str, asked: list[tuple[Member, Any]], told: Sequence[int]
+        self,
+        workers: RayWorkers,
+        serializer: Serializer,
+        name: str,
+        asked: list[tuple[WorkerHandle, Any]],
+        told: Sequence[int],
     ):
         self.name = name
-        self._crew, self._serializer, self._asked, self._told = crew, serializer, asked, told
+        self._workers, self._serializer, self._asked, self._told = workers, serializer, asked, told
         self._results: dict[int, Any] = {}
         self._shortage: str | None = None
 
     def wait(self, seconds: float | None = None) -> list[Any]:
-        if self._crew.wait(self._asked, self._take, seconds):
+        if self._workers.wait(self._asked, self._take, seconds):
             late = next(member for member, _ in self._asked if member.rank not in self._results)
             raise RunFailed(f"{self.name}: {late} has not answered for {seconds} s")
         if self._shortage is not None:  # now that none is in the middle of anything
@@ -114,7 +128,7 @@ class RayCall:
         deadline = time.monotonic() + seconds
         while waiting := [(member, asked) for member, asked in self._asked if member.rank not in self._results]:
             try:
-                self._crew.wait(waiting, self._take, max(0.0, deadline - time.monotonic()))
+                self._workers.wait(waiting, self._take, max(0.0, deadline - time.monotonic()))
                 break
             except EngineLost as lost:
                 self._results[lost.rank] = lost
@@ -122,7 +136,7 @@ class RayCall:
             raise OutOfMemory(self._shortage)
         return [self._results.get(rank, Unanswered()) for rank in self._told]
 
-    def _take(self, member: Member, answer: tuple[str, Any]) -> None:
+    def _take(self, member: WorkerHandle, answer: tuple[str, Any]) -> None:
         kind, content = answer
         self._results[member.rank] = None
         if kind == DONE:
@@ -134,7 +148,7 @@ class RayCall:
         elif member.engine and ENGINE_DIED in content:
             raise member.lost(f"was lost: {content}")
         else:
-            self._crew.blame_somebody(member, f"{self.name}: {content}")
+            self._workers.blame_somebody(member, f"{self.name}: {content}")
 
 
 # ---- Roles on the nodes of a Ray cluster: a process for each device, all in one world, and engines outside it. The
@@ -148,10 +162,10 @@ TO_START = 300.0  # until a process runs, with everything imported and the other
 PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
 
 
-class RayStage(Stage):
+class RayLauncher(Launcher):
     def __init__(
         self,
-        job: Job,
+        job: RayJob,
         layout: Layout,
         placement: Placement,
         hang_timeout: float,
@@ -165,7 +179,7 @@ class RayStage(Stage):
         self.device = Device(torch.device("cpu"), "CPU")  # of this process, on which no model is
         self.world = World(0, layout.size)  # of the roles; this process only speaks for it
         self._serializer = Serializer(*job.records, Processes)
-        self._crew = Crew(hang_timeout, stop, layout.size)
+        self._workers = RayWorkers(hang_timeout, stop, layout.size)
         self.found: list[dict[str, Any]] = []  # what each process says of where it is
         self.devices: list[dict[str, Any]] = []  # and of its device
         self._reserved: Any = None
@@ -179,20 +193,22 @@ class RayStage(Stage):
         self._reserved = self._reserve()
         for seat in self.placement.workers:
             roles = [role for unit in self.units if self._has(unit, seat.rank) for role in unit.roles]
-            self._crew.members.append(Member(self._start(seat.bundle), seat.rank, ", ".join(roles), seat.node.address))
-        self.found = self._located(self._crew.members)
+            self._workers.members.append(
+                WorkerHandle(self._start(seat.bundle), seat.rank, ", ".join(roles), seat.node.address)
+            )
+        self.found = self._located(self._workers.members)
         if self._apart is None:
             return
         for index, bundles in enumerate(self.placement.engines):
             node, held = self.placement.bundle_nodes[bundles[0]], ", ".join(self._apart.roles)
-            member = Member(None, self.layout.size + index, held, node.address, engine=True)
+            member = WorkerHandle(None, self.layout.size + index, held, node.address, engine=True)
             self._start_engine(member)
-            self._crew.members.append(member)
-        self.found += self._located(self._crew.members[self.layout.size :])
+            self._workers.members.append(member)
+        self.found += self._located(self._workers.members[self.layout.size :])
 
-    def _located(self, members: Sequence[Member]) -> list[dict[str, Any]]:
+    def _located(self, members: Sequence[WorkerHandle]) -> list[dict[str, Any]]:
         """What they say of where they are."""
-        found = self._crew.call("where", seconds=TO_START, members=members)
+        found = self._workers.call("where", seconds=TO_START, members=members)
         for member, where in zip(members, found):
             member.node, member.node_id, member.process = where["address"], where["node"], where["process"]
         return found
@@ -206,7 +222,7 @@ class RayStage(Stage):
         """Those of an engine."""
         return self.placement.engines[rank - self.layout.size]
 
-    def _start_engine(self, member: Member) -> None:
+    def _start_engine(self, member: WorkerHandle) -> None:
         assert self._apart is not None and self.layout.engines is not None
         bundles, devices = self._bundles(member.rank), float(self.layout.engines.tensor_parallel)
         environment = dict(self._apart.environment)
@@ -218,14 +234,14 @@ class RayStage(Stage):
                 if seat.bundle in bundles
             ]
             if shown:
-                environment |= showing(self._kind(), shown)
+                environment |= visible_devices_env(self._kind(), shown)
         shares = self.layout.engines.pool is not None
         member.handle = self._start(bundles[0], environment, self.placement.share if shares else devices)
 
-    def _kind(self) -> Kind:
+    def _kind(self) -> DeviceKind:
         """Of the devices that Ray gives out; a process that does not see its own is of a CPU."""
         seen = self.found[0]["kind"]
-        return seen if seen.visible is not None else of_resource(self.placement.resource)
+        return seen if seen.visible is not None else kind_of_resource(self.placement.resource)
 
     def _reserve(self) -> Any:
         placement = self.placement
@@ -234,7 +250,7 @@ class RayStage(Stage):
         if not group.wait(TO_PLACE):
             remove_placement_group(group)
             lacking = missing(self.layout, living_nodes(), ray.available_resources())
-            raise Lost(lacking) if self._again else UserError(lacking)
+            raise WorkerLost(lacking) if self._again else UserError(lacking)
         return group
 
     def _start(self, bundle: int, environment: dict[str, str] | None = None, devices: float | None = None) -> Any:
@@ -246,7 +262,7 @@ class RayStage(Stage):
         elif placement.resource is not None:
             wanted["resources"] = {placement.resource: share}
         said = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        remote = ray.remote(concurrency_groups={"health": 1})(Worker)
+        remote = ray.remote(concurrency_groups={"health": 1})(RayWorker)
         return remote.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._reserved, bundle),
             runtime_env={"env_vars": said | (environment or {})},
@@ -256,44 +272,44 @@ class RayStage(Stage):
     def meet(self, options: SeededOptions) -> None:
         """Have the processes meet, to work with these options."""
         self.job = dataclasses.replace(self.job, options=options)
-        workers = self._crew.members[: self.layout.size]
-        address, port = self._crew.one(workers[0], workers[0].handle.offer_place.remote(), TO_START)
+        workers = self._workers.members[: self.layout.size]
+        address, port = self._workers.one(workers[0], workers[0].handle.offer_place.remote(), TO_START)
         calls = [
             (member, member.handle.meet.remote(self.job, self._seating(member), address, port))
-            for member in self._crew.members
+            for member in self._workers.members
         ]
         met: dict[int, dict[str, Any]] = {}
-        if self._crew.wait(calls, lambda member, device: met.update({member.rank: device}), TO_START):
+        if self._workers.wait(calls, lambda member, device: met.update({member.rank: device}), TO_START):
             late = next(member for member, _ in calls if member.rank not in met)
             raise late.lost(f"has not met the others in {TO_START:g} s")
-        self.devices = [met[member.rank] for member in self._crew.members]
+        self.devices = [met[member.rank] for member in self._workers.members]
 
-    def _seating(self, member: Member) -> Seating:
+    def _seating(self, member: WorkerHandle) -> WorkerRank:
         threads = int(os.environ["OMP_NUM_THREADS"]) if "OMP_NUM_THREADS" in os.environ else None
-        neighbours = sum(other.node == member.node for other in self._crew.members)
+        neighbours = sum(other.node == member.node for other in self._workers.members)
         if member.engine:
-            return Seating(0, 1, neighbours, threads)
-        return Seating(member.rank, self.layout.size, neighbours, threads)
+            return WorkerRank(0, 1, neighbours, threads)
+        return WorkerRank(member.rank, self.layout.size, neighbours, threads)
 
-    def stand_in(self, lost: EngineLost) -> None:
+    def replace_engine(self, lost: EngineLost) -> None:
         """Other engines in the place of those that are gone, with the weights that all began with."""
         assert self._apart is not None
-        engines = self._crew.members[self.layout.size :]
-        gone = [member for member in engines if member.rank == lost.rank or not self._crew.answers(member)]
+        engines = self._workers.members[self.layout.size :]
+        gone = [member for member in engines if member.rank == lost.rank or not self._workers.answers(member)]
         alive = {node.id for node in living_nodes()}
         if not {self.placement.bundle_nodes[self._bundles(member.rank)[0]].id for member in gone} <= alive:
-            raise Lost(str(lost))  # its place is gone too
+            raise WorkerLost(str(lost))  # its place is gone too
         try:
             for member in gone:
-                self._crew.kill(member)
+                self._workers.kill(member)
                 self._start_engine(member)
             self._located(gone)
             for member in gone:
-                self._crew.one(member, member.handle.meet.remote(self.job, self._seating(member), "", 0), TO_START)
-                self._crew.tell(member)
+                self._workers.one(member, member.handle.meet.remote(self.job, self._seating(member), "", 0), TO_START)
+                self._workers.tell(member)
             self._group(HOST, gone).call("build", unit=self._apart.name)
         except EngineLost as another:
-            raise Lost(str(another)) from another
+            raise WorkerLost(str(another)) from another
 
     def _has(self, unit: Unit, rank: int) -> bool:
         return not unit.apart and (unit.ranks is None or rank in unit.ranks)
@@ -306,7 +322,7 @@ class RayStage(Stage):
         if building is not None and self.layout.engines is not None and self.layout.engines.pool is not None:
             building.wait()  # each would count what the other takes of the device
             building = None
-        members = self._crew.members
+        members = self._workers.members
         workers = self._group(HOST, members[: self.layout.size])
         inside = [unit for unit in self.units if not unit.apart]
         for unit in inside:
@@ -322,21 +338,21 @@ class RayStage(Stage):
 
     def _start_building_engines(self) -> RayCall | None:
         """Once: they go on when the others are built anew."""
-        apart, engines = self._apart, self._crew.members[self.layout.size :]
+        apart, engines = self._apart, self._workers.members[self.layout.size :]
         if apart is None or self._engines:
             return None
         self._engines = {
-            role: EngineGroup(self._crew, self._serializer, role, engines, stand_in=self.stand_in)
+            role: EngineGroup(self._workers, self._serializer, role, engines, replace_engine=self.replace_engine)
             for role in apart.roles
         }
         return self._group(HOST, engines).start("build", unit=apart.name)
 
-    def groups_anew(self) -> dict[str, Group]:
-        self._group(HOST, self._crew.members[: self.layout.size]).call("let_go")
+    def rebuild_groups(self) -> dict[str, Group]:
+        self._group(HOST, self._workers.members[: self.layout.size]).call("let_go")
         return self.groups(self.job.options)
 
-    def _group(self, role: str, members: Sequence[Member], processes: Processes | None = None) -> RayGroup:
-        return RayGroup(self._crew, self._serializer, role, members, processes)
+    def _group(self, role: str, members: Sequence[WorkerHandle], processes: Processes | None = None) -> RayGroup:
+        return RayGroup(self._workers, self._serializer, role, members, processes)
 
     def described(self) -> dict[str, Any]:
         threads = [device["threads"] for device in self.devices]
@@ -347,7 +363,7 @@ class RayStage(Stage):
 
     def close(self, *, kindly: bool = True) -> None:
         """`kindly`: no process is lost, so all may close what they hold."""
-        self._crew.end(kindly=kindly)
+        self._workers.end(kindly=kindly)
         if self._reserved is not None:
             remove_placement_group(self._reserved)
             self._reserved = None

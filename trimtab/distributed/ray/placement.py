@@ -121,7 +121,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerBundle:
     """One process of the world."""
 
     rank: int
@@ -135,7 +135,7 @@ class Placement:
     resource: str | None  # one of RESOURCES; None: no accelerator in the cluster
     bundles: list[dict[str, float]]  # of one placement group
     bundle_nodes: list[Node]  # where each bundle must be
-    workers: list[Seat]  # by rank
+    workers: list[WorkerBundle]  # by rank
     engines: list[list[int]]  # bundles of each engine: one with all its devices, or a pool's, a device each
     share: float  # of a device, what each process in a pool's bundle takes: 1, or less where engines share it
 
@@ -244,7 +244,7 @@ def _seated(layout: Layout, chosen: _Chosen, resource: str | None) -> Placement:
             here = []
             for _ in range(pool.per_node):
                 here.append(add(node, 1, 2 if pool.name == sharing else 1))
-                made.workers.append(Seat(len(made.workers), pool.name, node, here[-1]))
+                made.workers.append(WorkerBundle(len(made.workers), pool.name, node, here[-1]))
             if engines and pool.name == sharing:
                 size = engines.tensor_parallel
                 made.engines.extend(here[at : at + size] for at in range(0, len(here) - size + 1, size))

@@ -19,11 +19,17 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trimtab.distributed.device import find_device
-from trimtab.distributed.launcher import EngineLost, Host, Lost, Processes, SeededOptions, Unit
+from trimtab.distributed.launcher import EngineLost, Processes, RoleHost, SeededOptions, Unit, WorkerLost
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.process_group import World, join, meet_again, reason_to_call_off, speak_at
+from trimtab.distributed.process_group import (
+    World,
+    abort_reason,
+    init_process_group,
+    reinit_process_group,
+    use_interface_of,
+)
 from trimtab.distributed.serialization import Serializer
-from trimtab.distributed.supervision import GRACE, in_collective, is_of_another, pulse
+from trimtab.distributed.supervision import GRACE, in_collective, is_lost_connection, pulse
 from trimtab.distributed.weight_transfer import NODE_ADDRESS
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 from trimtab.interrupts import StopRequest
@@ -54,7 +60,7 @@ def in_words(error: BaseException) -> str:
 
 
 @dataclass
-class Member:
+class WorkerHandle:
     handle: Any  # Ray's
     rank: int
     roles: str  # in words
@@ -68,8 +74,8 @@ class Member:
         number = "" if self.process is None else f", pid {self.process}"
         return f"{self.roles} (process {self.rank} on {self.node}{number})"
 
-    def lost(self, why: str) -> Lost:
-        return EngineLost(f"{self} {why}", self.rank) if self.engine else Lost(f"{self} {why}")
+    def lost(self, why: str) -> WorkerLost:
+        return EngineLost(f"{self} {why}", self.rank) if self.engine else WorkerLost(f"{self} {why}")
 
 
 # ---- One process of a run on Ray: the host of its roles. The controller calls it, and asks it how it is while it
@@ -80,7 +86,7 @@ DONE, NO_ROOM, MISTAKE, FAILED = "done", "no room", "mistake", "failed"
 
 
 @dataclass(frozen=True)
-class Job:
+class RayJob:
     """What every process of a run is told before it builds anything. Functions and classes of modules, so that they
     can be named to another process."""
 
@@ -93,7 +99,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Seating:
+class WorkerRank:
     """Where a process is among the others."""
 
     rank: int
@@ -102,7 +108,7 @@ class Seating:
     threads: int | None  # None: its share of the machine's
 
 
-class Worker:
+class RayWorker:
     def __init__(self) -> None:
         self.stop = StopRequest()
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
@@ -143,7 +149,7 @@ class Worker:
 
     # ---- the run
 
-    def meet(self, job: Job, seating: Seating, address: str, port: int) -> dict[str, Any]:
+    def meet(self, job: RayJob, seating: WorkerRank, address: str, port: int) -> dict[str, Any]:
         """Join the others and be ready to build roles. What its device is."""
         os.environ["LOCAL_WORLD_SIZE"] = str(seating.neighbours)
         if os.path.isdir(job.folder):
@@ -152,16 +158,16 @@ class Worker:
         device = find_device()
         world = World(device=device.torch)
         if seating.size > 1:
-            speak_at(ray.util.get_node_ip_address())
+            use_interface_of(ray.util.get_node_ip_address())
             os.environ["MASTER_PORT"] = str(port)  # of the connections that stay when others are broken
             listening = {} if self._place is None else {"is_master": True, "master_listen_fd": self._place.detach()}
             store = dist.TCPStore(address, port, seating.size, wait_for_workers=False, **listening)
-            join(device.torch, store=store, rank=seating.rank, world_size=seating.size)
+            init_process_group(device.torch, store=store, rank=seating.rank, world_size=seating.size)
             world = World(seating.rank, seating.size, device.torch)
         job.prepare(job.options)
         units = job.units(job.options, seating.size)
         self._serializer = Serializer(*job.records, Processes)
-        self.host = Host(job.options, units, job.make_mesh, device, world, self.stop)
+        self.host = RoleHost(job.options, units, job.make_mesh, device, world, self.stop)
         return device.described()
 
     def perform(self, own: np.ndarray, shared: np.ndarray) -> tuple[str, Any]:
@@ -173,7 +179,7 @@ class Worker:
             pulse.thread = threading.get_ident()
             pulse.move(f"{role}.{method}")
             result = getattr(self.host.roles[role], method)(*(part or ()), **settings)
-            if (why := reason_to_call_off()) is not None:
+            if (why := abort_reason()) is not None:
                 return NO_ROOM, why
             return DONE, np.frombuffer(self._serializer.pack(result), dtype=np.uint8)
         except OutOfMemory as error:
@@ -183,16 +189,16 @@ class Worker:
         except RunFailed as error:
             return FAILED, str(error)
         except Exception as error:
-            if isinstance(error, RuntimeError) and (why := reason_to_call_off()) is not None:
+            if isinstance(error, RuntimeError) and (why := abort_reason()) is not None:
                 return NO_ROOM, why
             where = "".join(traceback.format_tb(error.__traceback__)[-3:])
             return FAILED, f"{type(error).__name__}: {error}\n{where}".rstrip()
         finally:
             pulse.rest()
 
-    def meet_again(self) -> None:
+    def reinit_process_group(self) -> None:
         self.host.device.release_memory()
-        meet_again(self.host.world)
+        reinit_process_group(self.host.world)
 
     def leave(self) -> None:
         self.host.close()
@@ -210,16 +216,18 @@ TO_BLAME = 8.0  # seconds in which a dead process is found out, once something i
 TO_LEAVE = 10.0
 
 
-class Crew:
+class RayWorkers:
     def __init__(self, hang_timeout: float, stop: StopRequest, world_size: int):
         """`world_size`: how many of the members, the first ones, compute together."""
-        self.members: list[Member] = []
+        self.members: list[WorkerHandle] = []
         self.hang_timeout, self.stop, self.world_size = hang_timeout, stop, world_size
         self._told: int | None = None
         self._asked: dict[int, tuple[Any, float]] = {}  # rank: the question under way, and since when
         self._next_question = 0.0
 
-    def wait(self, of: Sequence[tuple[Member, Any]], take: Callable[[Member, Any], None], seconds: float | None) -> int:
+    def wait(
+        self, of: Sequence[tuple[WorkerHandle, Any]], take: Callable[[WorkerHandle, Any], None], seconds: float | None
+    ) -> int:
         """Hand over every result as it comes; how many are missing after so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
         waiting = {reference: member for member, reference in of}
@@ -241,7 +249,9 @@ class Crew:
                     break
         return len(waiting)
 
-    def call(self, method: str, *arguments: Any, seconds: float, members: Sequence[Member] | None = None) -> list[Any]:
+    def call(
+        self, method: str, *arguments: Any, seconds: float, members: Sequence[WorkerHandle] | None = None
+    ) -> list[Any]:
         """The same of all or of these, in their order; one that is late is lost."""
         members = self.members if members is None else members
         calls = [(member, getattr(member.handle, method).remote(*arguments)) for member in members]
@@ -252,7 +262,7 @@ class Crew:
                 raise member.lost(f"has not answered for {seconds:g} s ({method})")
         return [results[member.rank] for member in members]
 
-    def one(self, member: Member, reference: Any, seconds: float) -> Any:
+    def one(self, member: WorkerHandle, reference: Any, seconds: float) -> Any:
         """What one member answers."""
         results: list[Any] = []
         if self.wait([(member, reference)], lambda _, result: results.append(result), seconds):
@@ -282,7 +292,7 @@ class Crew:
                 if member.rank in needed:
                     raise
 
-    def _hear_from(self, member: Member, answered: list[Any]) -> None:
+    def _hear_from(self, member: WorkerHandle, answered: list[Any]) -> None:
         question, since = self._asked.get(member.rank, (None, 0.0))
         if question is None:
             return
@@ -300,13 +310,13 @@ class Crew:
             why = "waits for a process that does not come" if waits else "hangs"
             raise member.lost(f"{why}: {doing} has not moved for {self.hang_timeout:g} s (--hang_timeout)")
 
-    def _pass_on(self, member: Member, error: RayTaskError) -> NoReturn:
+    def _pass_on(self, member: WorkerHandle, error: RayTaskError) -> NoReturn:
         """What a member has raised."""
         if isinstance(error.cause, UserError):
             raise UserError(str(error.cause)) from error
         self.blame_somebody(member, f"{type(error.cause).__name__}: {error.cause}")
 
-    def answers(self, member: Member) -> bool:
+    def answers(self, member: WorkerHandle) -> bool:
         """Whether it is alive, asked once."""
         try:
             ray.get(member.handle.beat.remote(), timeout=TO_BLAME)
@@ -314,18 +324,18 @@ class Crew:
             return False
         return True
 
-    def tell(self, member: Member) -> None:
+    def tell(self, member: WorkerHandle) -> None:
         """One that came later hears what the others were told."""
         if self._told is not None:
             member.handle.hear.remote(self._told)
 
-    def blame(self, member: Member, error: RayError) -> NoReturn:
+    def blame(self, member: WorkerHandle, error: RayError) -> NoReturn:
         """A call to a member has failed: it is gone."""
         raise member.lost(in_words(error)) from error
 
-    def blame_somebody(self, member: Member, message: str) -> NoReturn:
+    def blame_somebody(self, member: WorkerHandle, message: str) -> NoReturn:
         """A member has failed, by its own fault or since another one is gone."""
-        if is_of_another(message):
+        if is_lost_connection(message):
             self._find_the_dead()
         raise RunFailed(f"{member}: {message}")
 
@@ -352,7 +362,7 @@ class Crew:
         if kindly:
             try:
                 self.call("leave", seconds=TO_LEAVE)
-            except (Lost, RayError):
+            except (WorkerLost, RayError):
                 for member in self.members:
                     member.silent = member.silent or not self.answers(member)
         for member in self.members:
@@ -363,7 +373,7 @@ class Crew:
             ray.wait(asked, num_returns=len(asked), timeout=TO_LEAVE)
         self.members = []
 
-    def kill(self, member: Member) -> None:
+    def kill(self, member: WorkerHandle) -> None:
         """Also one that is stopped, to which Ray's own way does nothing."""
         ray.kill(member.handle)
         self._asked.pop(member.rank, None)

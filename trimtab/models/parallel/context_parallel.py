@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trimtab.data.batches import Span
-from trimtab.distributed.collectives import begin_gathering, gather_portions, sum_portions
+from trimtab.distributed.collectives import gather_shards, reduce_scatter_shards, start_gather_shards
 from trimtab.distributed.process_group import Peers
 from trimtab.models.attention import Pad, attend_seen, attend_varlen, cumulative, varlen_applies
 
@@ -294,13 +294,13 @@ class ContextRow:
             yield some, keys, values
 
     def _begin(self, key: Tensor, value: Tensor, heads: slice) -> Callable[[], Tensor]:
-        return begin_gathering(torch.cat([key[:, heads], value[:, heads]], -1), self.context.peers)
+        return start_gather_shards(torch.cat([key[:, heads], value[:, heads]], -1), self.context.peers)
 
     def give_back(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Of own tokens the sums of what all processes have."""
         both = torch.cat([keys, values], -1)
         parts = both.new_zeros(self.context.peers.size * self.padded, *both.shape[1:])
-        own = sum_portions(parts.index_copy_(0, self._order_T, both), self.context.peers)
+        own = reduce_scatter_shards(parts.index_copy_(0, self._order_T, both), self.context.peers)
         return own.split([keys.shape[-1], values.shape[-1]], -1)
 
 
@@ -393,7 +393,7 @@ class _Whole(torch.autograd.Function):
         ctx.located = located
         padded = values.new_zeros(located.most, *values.shape[1:])
         padded[: len(values)] = values
-        return gather_portions(padded, located.peers).index_select(0, located.places_N)
+        return gather_shards(padded, located.peers).index_select(0, located.places_N)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -18,7 +18,7 @@ from trimtab.data.hub import hub_or_cache
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import blocks_of, keep_part, local
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.random_state import drawing_aside
+from trimtab.distributed.random_state import preserve_rng_state
 from trimtab.models.lora import adapters_aside
 from trimtab.models.packed import PackedModel
 from trimtab.models.pretrained import WeightFiles, fake_model, quiet_transformers, refuse_fresh_weights
@@ -69,7 +69,7 @@ class ConvertingReader:
             dtype=torch.float32,
             weight_mapping=get_model_conversion_mapping(model, self.renamed, None),
         )
-        with drawing_aside(), torch.no_grad():  # what is missing would be drawn
+        with preserve_rng_state(), torch.no_grad():  # what is missing would be drawn
             info, _ = model._load_pretrained_model(model, None, [str(path) for path in self.files.paths], config)
             found = model._finalize_model_loading(model, config, info)
         return {"missing_keys": found.missing_keys, "mismatched_keys": found.mismatched_keys}
@@ -166,7 +166,7 @@ def compute_buffers(model: nn.Module) -> None:
     """What is in no file: rotary frequencies and the like, from the configuration."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # those are left alone
-    with drawing_aside(), torch.no_grad():
+    with preserve_rng_state(), torch.no_grad():
         for module in model.modules():
             if module._non_persistent_buffers_set:
                 model._init_weights(module)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from trimtab.distributed.collectives import beside, branch, gather, join
+from trimtab.distributed.collectives import all_gather, group_copy, group_gather, group_reduce
 from trimtab.distributed.fsdp import blocks_of, local
 from trimtab.errors import UserError
 from trimtab.models.packed import PackedModel
@@ -184,7 +184,7 @@ class ColwiseLinear(LocalParameters):
     """A linear layer cut by its outputs."""
 
     def enter(self, *arguments: Any) -> Arguments:
-        return (branch(arguments[0], self.group), *arguments[1:])
+        return (group_copy(arguments[0], self.group), *arguments[1:])
 
 
 class SelectedRows(PerHead):
@@ -202,7 +202,7 @@ class KeyValueLinear(SelectedRows):
     """One of them whose input is what all have."""
 
     def enter(self, *arguments: Any) -> Arguments:
-        return (branch(arguments[0], self.group), *arguments[1:])
+        return (group_copy(arguments[0], self.group), *arguments[1:])
 
 
 class RowwiseLinear(LocalParameters):
@@ -212,10 +212,10 @@ class RowwiseLinear(LocalParameters):
         return None if name == "bias" else local(parameter)
 
     def of_whole_rows(self, largest_O: Tensor) -> Tensor:
-        return gather(largest_O, self.group).amax(0)
+        return all_gather(largest_O, self.group).amax(0)
 
     def leave(self, result: Tensor) -> Tensor:
-        total, bias = join(result, self.group), self._parameters.get("bias")
+        total, bias = group_reduce(result, self.group), self._parameters.get("bias")
         return total if bias is None else total + local(bias)
 
 
@@ -224,17 +224,17 @@ class ParallelExperts(LocalParameters):
 
     def enter(self, *arguments: Any) -> Arguments:
         hidden, chosen, weights = arguments
-        return branch(hidden, self.group), chosen, branch(weights, self.group)
+        return group_copy(hidden, self.group), chosen, group_copy(weights, self.group)
 
     def leave(self, result: Tensor) -> Tensor:
-        return join(result, self.group)
+        return group_reduce(result, self.group)
 
 
 class LoraDown(LocalParameters):
     """The first matrix of an adapter beside a layer that is cut by its outputs."""
 
     def leave(self, result: Tensor) -> Tensor:
-        return branch(result, self.group)
+        return group_copy(result, self.group)
 
 
 class VocabParallelEmbedding(LocalParameters):
@@ -255,7 +255,7 @@ class VocabParallelEmbedding(LocalParameters):
     def leave(self, result: Tensor) -> Tensor:
         here, self._here = self._here, None
         assert here is not None
-        return join(result * here[..., None], self.group)
+        return group_reduce(result * here[..., None], self.group)
 
 
 class VocabParallelHead(ColwiseLinear):
@@ -267,7 +267,7 @@ class VocabParallelHead(ColwiseLinear):
         self.words = _words(module)
 
     def leave(self, result: Tensor) -> Tensor:
-        return beside(result, self.group, self.words.widths)
+        return group_gather(result, self.group, self.words.widths)
 
 
 class ShardedDropout(nn.Dropout):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from trimtab.data.batches import can_pin
-from trimtab.distributed.device import Graph, capture, has_graphs
+from trimtab.distributed.device import DeviceGraph, capture_graph, has_graphs
 from trimtab.models.attention import PackedRow
 from trimtab.models.policy import Policy
 from trimtab.models.pretrained import first_line
@@ -59,7 +59,7 @@ class DecodeGraphs:
         self.tokens = torch.zeros(results, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(2 if sampler.plain else 1, *results, device=device)
         self.angles: tuple[Tensor, Tensor] | None = None
-        self.graphs: dict[int, Graph] = {}
+        self.graphs: dict[int, DeviceGraph] = {}
         self.rows: list[SequenceState] = []
         self.arranged: list[SequenceState] = []  # the same in the caller's order
         self.followed: list[SequenceState] = []  # the same, if the host's table equals the device's
@@ -101,7 +101,7 @@ class DecodeGraphs:
     def holds(self, longest: int) -> bool:
         return longest <= self.pages * self.size
 
-    def _capture(self, runner: ModelRunner, rows: int) -> Graph:
+    def _capture(self, runner: ModelRunner, rows: int) -> DeviceGraph:
         if self.angles is None and runner.fused is not None:
             self.angles = runner.fused.all_angles(self.pages * self.size)
         if runner.fused is not None:
@@ -193,9 +193,9 @@ class DecodeGraphs:
         self.followed = list(self.rows)
 
 
-def captured_graph(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:
+def captured_graph(work: Callable[[], None], pool: tuple[int, int] | None) -> DeviceGraph:
     try:
-        return capture(work, pool)
+        return capture_graph(work, pool)
     except Exception as error:  # of torch, or of a kernel's compiler
         raise CaptureFailed(first_line(error)) from error
 
@@ -270,7 +270,7 @@ class PrefillGraph:
     keys: Tensor | None  # [K]: positions of all keys in the KV cache
     hidden_SD: Tensor
     longest: int
-    graph: Graph | None = None
+    graph: DeviceGraph | None = None
 
     def run(self, runner: ModelRunner) -> None:
         if self.graph is None:

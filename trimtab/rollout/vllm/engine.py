@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.distributed.process_group import be_alone
+from trimtab.distributed.process_group import join_group_of_one
 from trimtab.distributed.supervision import pulse
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.pretrained import from_pretrained
@@ -334,7 +334,7 @@ class VLLMEngine(BaseEngine):
         self._session: VLLMSession | None = None
         self._names = map(str, itertools.count())
         if settings.tensor_parallel == 1:
-            be_alone()
+            join_group_of_one()
         more: dict[str, Any] = {}
         if settings.adapter_rank:
             more = {

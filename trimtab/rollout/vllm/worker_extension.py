@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trimtab.distributed.weight_transfer import Link, join_as_receiver, seat
+from trimtab.distributed.weight_transfer import TransferChannel, describe_receiver, join_as_receiver
 from trimtab.errors import UserError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
@@ -65,7 +65,7 @@ class WorkerExtension:
     vllm_config: Any
     device: Any
     rank: int
-    _link: Link | None = None
+    _link: TransferChannel | None = None
 
     def attempt(self, method: str, *arguments: Any) -> str | None:
         """Call a method that involves other processes; returns why it failed. Nothing is raised: vLLM would report the
@@ -77,7 +77,7 @@ class WorkerExtension:
         return None
 
     def receiver_address(self) -> dict[str, Any]:
-        return seat(self.device)
+        return describe_receiver(self.device)
 
     def connect_receiver(self, plan: list[dict[str, Any]]) -> None:
         if self._link is not None:

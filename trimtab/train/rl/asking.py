@@ -99,7 +99,7 @@ class Asking:
             with travelling():
                 parts = self._called(asked, sampling)
         except OutOfMemory as shortage:  # one of several processes has called off what all were doing
-            self.rollouts.meet_again()
+            self.rollouts.reinit_process_group()
             raise rollouts.no_room(shortage) from shortage
         for part, share in zip(parts, shares):
             if isinstance(part, RewardFailed | NoRoom):
@@ -142,7 +142,7 @@ class Asking:
         try:
             parts = self.reward_models.call("score", [request.take(share) for share in shares])
         except OutOfMemory as shortage:
-            self.reward_models.meet_again()
+            self.reward_models.reinit_process_group()
             raise rewarding.no_room(shortage) from shortage
         for part, share in zip(parts, shares):
             if isinstance(part, RewardFailed):

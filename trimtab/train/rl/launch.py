@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from trimtab.config.jobs import RLOptions
 from trimtab.distributed.device import find_device
-from trimtab.distributed.launcher import Host, Stage
-from trimtab.distributed.local_launcher import WorldStage, stage_of
-from trimtab.distributed.process_group import World, find_world, heard_by_all, leave_world, was_told
+from trimtab.distributed.launcher import Launcher, RoleHost
+from trimtab.distributed.local_launcher import LocalProcessLauncher, launcher_of
+from trimtab.distributed.process_group import World, find_world, leave_world, share_signals, stop_was_requested
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
@@ -47,49 +47,51 @@ def train_rl(options: RLOptions, kind: type[Controller] = Controller) -> None:
         world = find_world(device)
         # In every process: each builds its roles by the same options.
         options = with_default_tokens(options, device, saved_passes(options, world))
-        with StopRequest() as stop, heard_by_all(stop, world):
-            stage = stage_of(Host(options, kind.units(options, world.size), mesh_of, device, world, stop), RECORDS)
+        with StopRequest() as stop, share_signals(stop, world):
+            launcher = launcher_of(
+                RoleHost(options, kind.units(options, world.size), mesh_of, device, world, stop), RECORDS
+            )
             try:
-                if isinstance(stage, WorldStage) and not world.leads:
+                if isinstance(launcher, LocalProcessLauncher) and not world.leads:
                     with interruptible(stop, world, "stopped with the first process"):
-                        return stage.serve()
-                train(set_up(options, kind, stage), stage, stop)
+                        return launcher.serve()
+                train(set_up(options, kind, launcher), launcher, stop)
             finally:
-                stage.close()
+                launcher.close()
     finally:
         leave_world()
 
 
-def set_up(options: RLOptions, kind: type[Controller], stage: Stage) -> RLRun:
+def set_up(options: RLOptions, kind: type[Controller], launcher: Launcher) -> RLRun:
     """Everything up to the first step."""
-    with interruptible(stage.stop, stage.world, "stopped before the first step; nothing is lost"):
-        with told(stage):
-            controller = kind(options, stage.device, stage.world)
+    with interruptible(launcher.stop, launcher.world, "stopped before the first step; nothing is lost"):
+        with told(launcher):
+            controller = kind(options, launcher.device, launcher.world)
         # From here on another process may be in the middle of something, and is not spoken to when this one gives up.
-        return controller.run(stage.groups(controller.options), stage.described())
+        return controller.run(launcher.groups(controller.options), launcher.described())
 
 
-def train(run: RLRun, stage: Stage, stop: StopRequest) -> None:
+def train(run: RLRun, launcher: Launcher, stop: StopRequest) -> None:
     """The loop; with the roles built anew where memory was short in one of several processes."""
     again = False
     while True:
         try:
-            with told(stage):
+            with told(launcher):
                 run.train(stop, taken_over=again)
-            return stage.hang_up()
+            return launcher.hang_up()
         except BeginAnew:
             again = True
-        with interruptible(stop, stage.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
-            run.speak_to(stage.groups_anew())
+        with interruptible(stop, launcher.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
+            run.speak_to(launcher.rebuild_groups())
 
 
 @contextlib.contextmanager
-def told(stage: Stage) -> Iterator[None]:
+def told(launcher: Launcher) -> Iterator[None]:
     """When a run ends early on purpose, the other processes are told."""
     try:
         yield
     except (Interrupted, RunFailed, UserError):
-        stage.hang_up()
+        launcher.hang_up()
         raise
 
 
@@ -99,6 +101,6 @@ def interruptible(stop: StopRequest, world: World, message: str) -> Iterator[Non
     try:
         yield
     except (RunStopped, RunFailed, RuntimeError) as error:
-        if not isinstance(error, RunStopped) and not was_told(stop, world):
+        if not isinstance(error, RunStopped) and not stop_was_requested(stop, world):
             raise
         raise Interrupted(stop.number, message) from None

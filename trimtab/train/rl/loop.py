@@ -1,6 +1,6 @@
 """The RL loop: sample, score, shape, update, log, save.
 
-It is ordinary sequential code in one process and speaks to roles (distributed/launcher.py), which may be in this process
+It is ordinary sequential code in one process and speaks to roles (distributed/launcher), which may be in this process
 or in many. What it remembers between iterations is a few numbers; what it is in the middle of is an `Iteration`. Both
 are in every checkpoint, so a run that was stopped anywhere goes on as if it had not been.
 """

@@ -11,13 +11,13 @@ import time
 from trimtab.config.jobs import RLOptions
 from trimtab.config.support import device_problems
 from trimtab.data.hub import trust
-from trimtab.distributed.device import Kind, of_resource
-from trimtab.distributed.launcher import Lost
+from trimtab.distributed.device import DeviceKind, kind_of_resource
+from trimtab.distributed.launcher import WorkerLost
 from trimtab.distributed.ray.connection import connected, stop_line
-from trimtab.distributed.ray.launcher import RayStage
+from trimtab.distributed.ray.launcher import RayLauncher
 from trimtab.distributed.ray.placement import Layout, Placement, table
 from trimtab.distributed.ray.preflight import preflight
-from trimtab.distributed.ray.workers import Job
+from trimtab.distributed.ray.workers import RayJob
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
@@ -42,12 +42,12 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
         check_shares(options, units)
         layout = layout_of_units(options, units)
         placement = preflight(layout, places_of(options), stop)
-        refuse_on(of_resource(placement.resource), options)
+        refuse_on(kind_of_resource(placement.resource), options)
         print(*table(layout.rows(placement.resource)), sep="\n", flush=True)
         for restart in range(options.max_restarts + 1):
             try:
                 return train_once(options, kind, layout, placement, stop, again=restart > 0)
-            except Lost as loss:
+            except WorkerLost as loss:
                 last = newest_of_run(options, before)
                 where = last_checkpoint(last)
                 if restart == options.max_restarts or (options.record and last is None):
@@ -66,35 +66,35 @@ def train_once(
     *,
     again: bool,
 ) -> None:
-    job = Job(options, kind.units, mesh_of, RECORDS, prepare, os.getcwd())
-    stage = RayStage(job, layout, placement, options.hang_timeout, stop, again=again)
+    job = RayJob(options, kind.units, mesh_of, RECORDS, prepare, os.getcwd())
+    launcher = RayLauncher(job, layout, placement, options.hang_timeout, stop, again=again)
     kindly = False
     try:
-        stage.open()
-        for found in stage.found:  # of several kinds Ray has one name
+        launcher.open()
+        for found in launcher.found:  # of several kinds Ray has one name
             refuse_on(found["kind"], options)
-        options = in_working_precision(options, stage)
-        stage.meet(options)
+        options = in_working_precision(options, launcher)
+        launcher.meet(options)
         kindly = True
         if stop.signal is not None:
             raise Interrupted(stop.number, "stopped before the first step; nothing is lost")
-        train(set_up(options, kind, stage), stage, stop)
-    except Lost:
+        train(set_up(options, kind, launcher), launcher, stop)
+    except WorkerLost:
         kindly = False
         raise
     finally:
-        stage.close(kindly=kindly)
+        launcher.close(kindly=kindly)
 
 
-def refuse_on(kind: Kind, options: RLOptions) -> None:
+def refuse_on(kind: DeviceKind, options: RLOptions) -> None:
     """What such devices do not offer, before anything is loaded there."""
     if problems := device_problems(options, kind.lacking):
         raise UserError("; ".join(problems))
 
 
-def in_working_precision(options: RLOptions, stage: RayStage) -> RLOptions:
+def in_working_precision(options: RLOptions, launcher: RayLauncher) -> RLOptions:
     """Single precision where bfloat16 fails on a device, with a line that says so."""
-    fault = next((found["bf16_fault"] for found in stage.found if found["bf16_fault"]), None)
+    fault = next((found["bf16_fault"] for found in launcher.found if found["bf16_fault"]), None)
     if not options.bf16 or fault is None:
         return options
     print(f"warning: --bf16 does not work on the CPUs there ({fault}): fp32 is used instead", flush=True)

@@ -74,7 +74,7 @@ class Passes:
 
     def _shrink(self, why: str, by_tokens: bool, of: str) -> None:
         assert self._role is not None
-        several = self._role.meet_again()
+        several = self._role.reinit_process_group()
         if not self.limit.halve(self._sent, by_tokens=by_tokens):
             longest = max(tokens for tokens, _ in self._sent)
             raise NoRoom(

@@ -1,4 +1,4 @@
-"""What an RL run reads and writes, for the look at a cluster before it begins (distributed/cluster/preflight)."""
+"""What an RL run reads and writes, for the look at a cluster before it begins (distributed/ray/preflight)."""
 
 import os
 from collections.abc import Iterator

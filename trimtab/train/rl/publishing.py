@@ -12,7 +12,7 @@ from typing import Protocol
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.launcher import EngineLost, Group
-from trimtab.distributed.weight_transfer import GLOO, plan_links
+from trimtab.distributed.weight_transfer import GLOO, plan_transfer
 from trimtab.train.rl.passes import Passes
 from trimtab.train.rl.probe import Probe
 from trimtab.train.rl.role_groups import Roles
@@ -78,7 +78,7 @@ class SentWeights:
         if backend != asked and self.options.asks("vllm_sync_backend"):
             why = "needs accelerators" if library == GLOO else "is another device's"
             print(f"--vllm_sync_backend {asked} {why}: {library} is used", flush=True)
-        plan = plan_links(
+        plan = plan_transfer(
             offers,
             [seat for engine in found for seat in engine],
             backend=backend,
@@ -102,7 +102,7 @@ class SentWeights:
                 raise lost
             print(f"{lost}; engine {self.replaced} of {self.options.max_restarts} takes its place", flush=True)
             try:
-                self.roles.rollouts.stand_in(lost)
+                self.roles.rollouts.replace_engine(lost)
                 self.connect()
                 return self._send(version)
             except EngineLost as another:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.distributed.launcher import Role
 from trimtab.distributed.process_group import Peers
-from trimtab.distributed.weight_transfer import Plan
+from trimtab.distributed.weight_transfer import TransferPlan
 from trimtab.errors import OutOfMemory
 from trimtab.rewards.build import Parts
 from trimtab.rewards.requests import PromptBatch
@@ -80,7 +80,7 @@ class Rollouts(Role):
         assert isinstance(self.engine, ReceivingEngine)
         return self.engine.receivers()
 
-    def join_links(self, *, plan: Plan) -> None:
+    def join_links(self, *, plan: TransferPlan) -> None:
         assert isinstance(self.engine, ReceivingEngine)
         self.engine.connect(plan)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from trimtab.config.jobs import RLOptions
 from trimtab.distributed.device import Device
-from trimtab.distributed.weight_transfer import Outgoing, Plan
+from trimtab.distributed.weight_transfer import TransferPlan, TransferSender
 from trimtab.models.policy import Policy
 from trimtab.models.weight_export import WeightExport
 
@@ -18,14 +18,14 @@ class Sending:
 
     def __init__(self, handover: WeightExport, device: Device):
         self.handover = handover
-        self._outgoing = Outgoing(device.torch)
+        self._outgoing = TransferSender(device.torch)
 
     def offer(self) -> dict[str, Any]:
         """Where to connect to, and what will be sent."""
         about = {"adapter_config": self.handover.adapter_config()} if self.handover.adapters else {}
         return {**self._outgoing.offer(), "tensors": self.handover.described(), "about": about}
 
-    def open(self, plan: Plan) -> None:
+    def open(self, plan: TransferPlan) -> None:
         self._outgoing.open(plan)
 
     def send(self) -> None:

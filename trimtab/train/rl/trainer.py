@@ -18,7 +18,7 @@ from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import sync_gradients
 from trimtab.distributed.launcher import Role
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.weight_transfer import Plan
+from trimtab.distributed.weight_transfer import TransferPlan
 from trimtab.files import reason
 from trimtab.models.compile import AtWork, compile_problem, disable_compile
 from trimtab.models.load import Loaded
@@ -226,7 +226,7 @@ class PolicyTrainer(Trainer):
         assert self.sending is not None
         return self.sending.offer()
 
-    def join_links(self, *, plan: Plan) -> None:
+    def join_links(self, *, plan: TransferPlan) -> None:
         assert self.sending is not None
         self.sending.open(plan)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.distributed.launcher import Done, EngineLost, Group, Processes, Unanswered
+from trimtab.distributed.launcher import EngineLost, FinishedCall, Group, Processes, Unanswered
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait, Written
@@ -76,7 +76,7 @@ class Process:
         return [Wait(place, 0, "its next token", 3, 1.5) for place in self.groups]
 
 
-class Found(Done):
+class Found(FinishedCall):
     """Where one may be gone, and another one late."""
 
     late: int | None = None
@@ -106,7 +106,7 @@ class Several(Group):
         self.gone: set[int] = set()
         self.mended = 0
 
-    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> Done:
+    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> FinishedCall:
         if (rank := self.lost.pop(method, None)) is not None:
             self.gone.add(rank)
         own = [()] * self.size if parts is None else [(part,) for part in parts]
@@ -131,7 +131,7 @@ class Several(Group):
     def each(self, method: str, values: Sequence[Any]) -> list[Any]:
         return self.call(method, values)
 
-    def meet_again(self) -> bool:
+    def reinit_process_group(self) -> bool:
         return False
 
 

@@ -101,10 +101,10 @@ class Writers:
         try:
             told = self.group.call("collect", seconds=ALONE if alone else TOGETHER, at_once=alone)
         except OutOfMemory as shortage:  # one of several processes has called off what all were doing
-            self.group.meet_again()
+            self.group.reinit_process_group()
             news.problem = rollouts.no_room(shortage)
             return news
-        for part, own in enumerate(self.group.one_a_part(told)):
+        for part, own in enumerate(self.group.first_of_each_part(told)):
             news.add(part, own)
         self._let_go(news)
         return news
@@ -132,7 +132,7 @@ class Writers:
         told: list[list[UnderWay]] = []
         try:
             self.pause()
-            told = self.group.one_a_part(self.group.call("unfinished"))
+            told = self.group.first_of_each_part(self.group.call("unfinished"))
         except (RunFailed, OutOfMemory) as error:
             print(f"answers under way begin anew on resume, since who writes them does not answer: {error}", flush=True)
         return self._noted({group.place: group for part in told for group in part})
@@ -142,11 +142,11 @@ class Writers:
         return [self.held[place] for place in sorted(self.held)]
 
     def waits(self) -> list[Wait]:
-        return [wait for part in self.group.one_a_part(self.group.call("waits")) for wait in part]
+        return [wait for part in self.group.first_of_each_part(self.group.call("waits")) for wait in part]
 
     def spans(self) -> dict[int, list[Told]]:
         """What each process has written and judged when, since the last time."""
-        return dict(enumerate(self.group.one_a_part(self.group.call("spans"))))
+        return dict(enumerate(self.group.first_of_each_part(self.group.call("spans"))))
 
     # ---- those who write are others
 

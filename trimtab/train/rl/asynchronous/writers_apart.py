@@ -7,7 +7,7 @@ nobody has any more. Nobody is waited for in silence: who does not answer is tol
 from collections.abc import Sequence
 from typing import Any
 
-from trimtab.distributed.launcher import EngineLost, Pending, Unanswered
+from trimtab.distributed.launcher import EngineLost, PendingCall, Unanswered
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.rl.answers import UnderWay, Wait
 from trimtab.train.rl.asking import Asking
@@ -25,8 +25,8 @@ class WritersApart(Writers):
     def __init__(self, asking: Asking, sampling: SamplingParams, watchdog: Watchdog):
         super().__init__(asking, sampling)
         self.watchdog = watchdog
-        self._pausing: Pending | None = None
-        self._collecting: Pending | None = None
+        self._pausing: PendingCall | None = None
+        self._collecting: PendingCall | None = None
         self._heard: set[int] = set()  # whose part of it was taken
         self._news = self._no_news()  # what was heard, and not handed on
         self._replaced = False  # some know nothing of what they were given
@@ -49,7 +49,7 @@ class WritersApart(Writers):
         self._let_go(news)
         return news
 
-    def _hear(self, collecting: Pending, seconds: float) -> EngineLost | None:
+    def _hear(self, collecting: PendingCall, seconds: float) -> EngineLost | None:
         found = collecting.found(seconds)
         for part, told in enumerate(found):
             if part not in self._heard and not isinstance(told, Unanswered | EngineLost):

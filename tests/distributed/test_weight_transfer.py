@@ -7,17 +7,17 @@ import socket
 import pytest
 import torch
 
-from trimtab.distributed.process_group import join
+from trimtab.distributed.process_group import init_process_group
 from trimtab.distributed.weight_transfer import (
-    Offer,
-    Outgoing,
-    described,
+    TransferOffer,
+    TransferSender,
+    describe_receiver,
     join_as_receiver,
-    opened,
-    packed,
-    parts,
-    plan_links,
-    seat,
+    pack_buckets,
+    plan_buckets,
+    plan_transfer,
+    tensor_specs,
+    unpack_bucket,
 )
 from trimtab.errors import UserError
 
@@ -37,12 +37,12 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def test_buckets_hold_every_tensor_as_it_was():
     sent = weights()
-    cut = parts(described(sent.items()), bucket=200)
+    cut = plan_buckets(tensor_specs(sent.items()), bucket=200)
     assert len(cut) > 2 and max(len(part.pieces) for part in cut) > 1
     found = {
         name: tensor
-        for part, bucket in zip(cut, packed(sent.items(), cut, CPU))
-        for name, tensor in opened(bucket, part)
+        for part, bucket in zip(cut, pack_buckets(sent.items(), cut, CPU))
+        for name, tensor in unpack_bucket(bucket, part)
     }
     assert list(found) == list(sent)
     for name, tensor in sent.items():
@@ -52,11 +52,11 @@ def test_buckets_hold_every_tensor_as_it_was():
 def test_tensors_in_another_order_than_was_told_are_noticed():
     sent = weights()
     with pytest.raises(AssertionError):
-        list(packed(reversed(sent.items()), parts(described(sent.items())), CPU))
+        list(pack_buckets(reversed(sent.items()), plan_buckets(tensor_specs(sent.items())), CPU))
 
 
 def receive_twice(seats, plans, results):
-    seats.put(seat(CPU))
+    seats.put(describe_receiver(CPU))
     link = join_as_receiver(plans.get(), CPU)
     for _ in range(2):
         with link.receiving() as tensors:
@@ -71,10 +71,12 @@ def test_two_receivers_get_what_is_sent_and_again_after_it_has_changed():
     receivers = [context.Process(target=receive_twice, args=(seats, own, results)) for own in plans]
     for receiver in receivers:
         receiver.start()
-    outgoing = Outgoing(CPU)
+    outgoing = TransferSender(CPU)
     offer = outgoing.offer()
     found = [seats.get(timeout=30) for _ in receivers]
-    plan = plan_links([offer], found, backend="gloo", tensors=described(weights().items()), about={}, patience=30.0)
+    plan = plan_transfer(
+        [offer], found, backend="gloo", tensors=tensor_specs(weights().items()), about={}, patience=30.0
+    )
     for own in plans:
         own.put(plan)
     outgoing.open(plan)
@@ -89,14 +91,14 @@ def test_two_receivers_get_what_is_sent_and_again_after_it_has_changed():
 
 
 def receive_and_die(seats, plans, results):
-    seats.put(seat(CPU))
+    seats.put(describe_receiver(CPU))
     with join_as_receiver(plans.get(), CPU).receiving() as tensors:
         next(tensors)
         os._exit(3)
 
 
 def receive_what_comes(seats, plans, results):
-    seats.put(seat(CPU))
+    seats.put(describe_receiver(CPU))
     found = {}
     try:
         with join_as_receiver(plans.get(), CPU).receiving() as tensors:
@@ -108,7 +110,9 @@ def receive_what_comes(seats, plans, results):
 
 def test_a_receiver_that_dies_ends_nobodys_gathering_or_taking_in(monkeypatch):
     """Those that gather with the sender, and what takes tensors in, would else be left in the middle."""
-    monkeypatch.setattr("trimtab.distributed.weight_transfer.parts", lambda tensors: parts(tensors, bucket=16))
+    monkeypatch.setattr(
+        "trimtab.distributed.weight_transfer.plan_buckets", lambda tensors: plan_buckets(tensors, bucket=16)
+    )
     context = multiprocessing.get_context("fork")
     seats, results = context.Queue(), context.Queue()
     plans = [context.Queue(), context.Queue()]
@@ -118,10 +122,12 @@ def test_a_receiver_that_dies_ends_nobodys_gathering_or_taking_in(monkeypatch):
     )
     dying.start()
     other.start()
-    outgoing = Outgoing(CPU)
+    outgoing = TransferSender(CPU)
     offer = outgoing.offer()
     found = [seats.get(timeout=30) for _ in plans]
-    plan = plan_links([offer], found, backend="gloo", tensors=described(weights().items()), about={}, patience=600.0)
+    plan = plan_transfer(
+        [offer], found, backend="gloo", tensors=tensor_specs(weights().items()), about={}, patience=600.0
+    )
     for own in plans:
         own.put(plan)
     outgoing.open(plan)
@@ -146,7 +152,7 @@ def test_a_receiver_that_dies_ends_nobodys_gathering_or_taking_in(monkeypatch):
 
 
 def test_the_door_is_open_on_the_address_of_the_node_alone():
-    offer = Offer(CPU)
+    offer = TransferOffer(CPU)
     address, port = offer.store
     assert address == "127.0.0.1" == offer.socket.getsockname()[0]
     offer.socket.close()
@@ -158,11 +164,11 @@ def test_a_device_without_collectives_sends_through_main_memory(monkeypatch):
     monkeypatch.setattr(
         torch.distributed, "get_default_backend_for_device", int
     )  # a ValueError, as for a device unknown to it
-    offer = Offer(torch.device("mps"))
+    offer = TransferOffer(torch.device("mps"))
     assert offer.described()["library"] == "gloo" and not offer.described()["shares"]
     offer.socket.close()
     with pytest.raises(UserError, match=r"^an Apple GPU has no collectives in this torch: start one process$"):
-        join(torch.device("mps"))
+        init_process_group(torch.device("mps"))
 
 
 def test_a_receiver_on_a_senders_device_shares_its_memory():
@@ -171,7 +177,7 @@ def test_a_receiver_on_a_senders_device_shares_its_memory():
 
     def links(*devices):
         seats = [{"seat": str(i), "device": device} for i, device in enumerate(devices)]
-        return [(entry["store"][1], entry["way"], entry["seats"]) for entry in plan_links(offers, seats, **told)]
+        return [(entry["store"][1], entry["way"], entry["seats"]) for entry in plan_transfer(offers, seats, **told)]
 
     assert links("gpu0", "gpu1") == [(1, "shared", ["0"]), (2, "shared", ["1"])]
     assert links("gpu2", "gpu3") == [(1, "nccl", ["0", "1"])]

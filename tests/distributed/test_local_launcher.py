@@ -6,7 +6,12 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests import warm
+from trimtab.distributed.device import find_device
+from trimtab.distributed.launcher import InProcessGroup, Processes, Role
+from trimtab.errors import RunFailed
 
 LIMIT = 2.0  # seconds that a process may stand still
 
@@ -48,15 +53,15 @@ def serve(folder: Path) -> None:
     import torch.distributed as dist
 
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.local_launcher import FAILURE, Switchboard
+    from trimtab.distributed.local_launcher import FAILURE, RpcHub
     from trimtab.distributed.process_group import find_world, leave_world
 
     world = find_world(find_device())
-    switchboard = Switchboard(world, {"adder": Adder(world.rank)})
+    hub = RpcHub(world, {"adder": Adder(world.rank)})
     if not world.leads:
-        switchboard.serve()
+        hub.serve()
         return
-    group = switchboard.group("adder")
+    group = hub.group("adder")
     assert group.call("add", [1, 10], more=100) == [101, 111]
     stranger = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     store = dist.distributed_c10d._get_default_store()
@@ -81,23 +86,23 @@ def watched(what: str, folder: Path) -> None:
     """A call in which the second process takes long, or is stopped, or the first lets it wait for the next call."""
     import trimtab.distributed.supervision as watching
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.local_launcher import Switchboard
+    from trimtab.distributed.local_launcher import RpcHub
     from trimtab.distributed.process_group import find_world, leave_world
 
     os.dup2(os.open(folder / f"said{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
     watching.watch(LIMIT)
     world = find_world(find_device())
-    switchboard = Switchboard(world, {"adder": Adder(world.rank)})
+    hub = RpcHub(world, {"adder": Adder(world.rank)})
     if world.leads:
         if what == "hang":
-            switchboard.group("adder").call("sleep", [0, 60])
+            hub.group("adder").call("sleep", [0, 60])
         if what == "stop":
-            switchboard.group("adder").call("stop")
+            hub.group("adder").call("stop")
         with watching.pulse.waiting():  # for a reward, say
             time.sleep(2 * LIMIT)
-        switchboard.hang_up()
+        hub.hang_up()
     else:
-        switchboard.serve()
+        hub.serve()
     leave_world()
 
 
@@ -115,3 +120,64 @@ def test_one_that_is_stopped_is_named_by_the_first_without_a_launcher_of_ours(tm
 
 def test_who_waits_for_a_call_or_for_a_reward_is_left_alone(tmp_path):
     assert warm.call_world(watched, 2, "wait", tmp_path) == [0, 0]
+
+
+class Clock(Role):
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.told: list[int] = []
+
+    def tell(self, number: int) -> list[int]:
+        self.told.append(number)
+        return [self.rank, *self.told]
+
+    def meet(self, number: int, *, folder: Path) -> list[int]:
+        """Come back when the other one is here too."""
+        (folder / f"here{self.rank}").touch()
+        while not all((folder / f"here{rank}").exists() for rank in (1, 2)):
+            time.sleep(0.01)
+        return self.tell(number)
+
+    def sleep(self, *, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def test_a_call_in_this_process_is_done_when_it_has_been_made():
+    group = InProcessGroup("clock", Clock(0), find_device())
+    first, second = group.start("tell", [1]), group.start("tell", [2])
+    assert first.name == "clock.tell" and second.wait(5) == [[0, 1, 2]] and first.wait() == [[0, 1]]
+
+
+def three_groups(folder: Path) -> None:
+    from trimtab.distributed.local_launcher import RpcHub
+    from trimtab.distributed.process_group import find_world, leave_world
+
+    world = find_world(find_device())
+    hub = RpcHub(world, {"clock": Clock(world.rank)})
+    if not world.leads:
+        hub.serve()
+        return leave_world()
+    everyone, second, third = (hub.group("clock", ranks and Processes.apart(ranks)) for ranks in (None, [1], [2]))
+    assert [everyone.size, second.size, third.size] == [3, 1, 1]
+    meeting = [group.start("meet", [1], folder=folder) for group in (second, third)]
+    all_of_it = everyone.start("tell", [2, 3, 4])
+    assert all_of_it.wait(60) == [[0, 2], [1, 1, 3], [2, 1, 4]], "asked last, and waited for first"
+    assert [call.wait() for call in meeting] == [[[1, 1]], [[2, 1]]], "at the same time"
+    pair = hub.group("clock", Processes([0, 1, 2], [0, 0, 1], [0, 0, 1]))
+    assert pair.size == 2 and pair.call("tell", [5, 6]) == [[0, 2, 5], [2, 1, 4, 6]], "one result a part"
+    assert len(pair.call("describe")) == 3, "one a process"
+    assert pair.each("tell", [7, 8, 9]) == [[0, 2, 5, 7], [1, 1, 3, 5, 8], [2, 1, 4, 6, 9]], "a value a process"
+    late = second.start("sleep", seconds=60.0)
+    with pytest.raises(RunFailed, match=r"clock\.sleep: process 1 has not answered for 0\.5 s"):
+        late.wait(0.5)
+    (folder / "done").touch()
+
+
+def test_groups_of_different_sizes_work_at_the_same_time_and_one_that_is_late_is_named(tmp_path):
+    processes = warm.start_calls(three_groups, 3, tmp_path)
+    processes[0].join(60)
+    assert (tmp_path / "done").exists()
+    for process in processes[1:]:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.crash import is_alive
-from trimtab.distributed.supervision import _signal_in_words, _was_asked, launch
+from trimtab.distributed.supervision import _signal_in_words, _was_asked, launch_processes
 
 CRASH = "tests.distributed.crash"
 
@@ -16,7 +16,7 @@ CRASH = "tests.distributed.crash"
 @pytest.mark.parametrize(("what", "code"), [("raise", 1), ("kill", 137), ("refuse", 2)])
 def test_one_that_fails_takes_the_others_down_at_once(capfd, rank, what, code):
     began = time.monotonic()
-    assert launch(CRASH, [rank, what], 2) == code
+    assert launch_processes(CRASH, [rank, what], 2) == code
     assert time.monotonic() - began < 15
     shown = capfd.readouterr().err
     if what == "raise":
@@ -32,9 +32,9 @@ def test_after_a_killed_process_the_last_line_says_where_to_go_on(capfd):
     def go_on() -> str:
         return "the last checkpoint is here"
 
-    assert launch(CRASH, ["1", "kill"], 2, go_on=go_on) == 137
+    assert launch_processes(CRASH, ["1", "kill"], 2, go_on=go_on) == 137
     assert capfd.readouterr().err.endswith(" or a scheduler ended it)\nthe last checkpoint is here\n")
-    assert launch(CRASH, ["1", "refuse"], 2, go_on=go_on) == 2
+    assert launch_processes(CRASH, ["1", "refuse"], 2, go_on=go_on) == 2
     assert "here" not in capfd.readouterr().err, "one that could speak has said all"
 
 
@@ -44,7 +44,7 @@ def test_a_signal_is_told_with_its_name_and_usual_cause(number, words):
 
 
 def test_the_first_process_is_named_even_if_others_die_of_its_death(tmp_path, capfd):
-    assert launch(CRASH, ["0", "kill", "60", str(tmp_path)], 3) == 137
+    assert launch_processes(CRASH, ["0", "kill", "60", str(tmp_path)], 3) == 137
     shown = capfd.readouterr().err
     assert "process 0 was ended by signal 9" in shown and "closed by peer" not in shown
 
@@ -56,7 +56,7 @@ def test_the_first_process_is_named_even_if_others_die_of_its_death(tmp_path, ca
 )
 def test_one_that_hangs_is_named_and_ended(tmp_path, capfd, rank, what, words):
     began = time.monotonic()
-    assert launch(CRASH, [rank, what, "1", str(tmp_path)], 2, hang_timeout=1) == 1
+    assert launch_processes(CRASH, [rank, what, "1", str(tmp_path)], 2, hang_timeout=1) == 1
     assert time.monotonic() - began < 25
     shown = capfd.readouterr().err
     assert f"process {rank} {words}" in shown and "--hang_timeout" in shown
@@ -65,7 +65,7 @@ def test_one_that_hangs_is_named_and_ended(tmp_path, capfd, rank, what, words):
 
 
 def test_processes_that_wait_for_a_slow_one_are_left_alone(tmp_path):
-    assert launch(CRASH, ["1", "finish late", "1", str(tmp_path)], 3, hang_timeout=1) == 0
+    assert launch_processes(CRASH, ["1", "finish late", "1", str(tmp_path)], 3, hang_timeout=1) == 0
 
 
 LAUNCH = (
@@ -115,11 +115,11 @@ def wait_for(condition, seconds=20):
 
 
 def test_all_that_finish_are_a_success():
-    assert launch(CRASH, ["0", "finish"], 3) == 0
+    assert launch_processes(CRASH, ["0", "finish"], 3) == 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads what Linux knows of sockets")
 def test_nobody_outside_this_machine_can_reach_the_processes(tmp_path):
-    assert launch("tests.distributed.listening", [str(tmp_path / "found")], 2) == 0
+    assert launch_processes("tests.distributed.listening", [str(tmp_path / "found")], 2) == 0
     found = (tmp_path / "found").read_text().split()
     assert len(found) >= 2 and set(found) == {"0100007F"}  # 127.0.0.1, its last byte first

@@ -7,7 +7,7 @@ import sys
 import pytest
 import ray
 
-from tests.distributed.cluster.test_seats import nodes
+from tests.distributed.ray.test_placement import nodes
 from trimtab.config.jobs import PPOOptions
 from trimtab.distributed.ray import preflight as module
 from trimtab.distributed.ray.placement import Engines, Layout, Pool
