@@ -44,15 +44,14 @@ from trimtab.rollout.builtin.model_runner import ModelRunner
 from trimtab.rollout.builtin.sampler import Sampler, SamplerOutput
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl import samples
-from trimtab.train.rl.batches import batches_of
-from trimtab.train.rl.cut import mini_batches
+from trimtab.train.rl import rollout_files
+from trimtab.train.rl.async_worker import GroupScorer
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.iteration import Counters, Iteration, row_of
-from trimtab.train.rl.judging import Judging, Several
-from trimtab.train.rl.passes import Passes, totals_of
-from trimtab.train.rl.shaping import shape, with_advantage
-from trimtab.train.rl.spans import Spans
+from trimtab.train.rl.micro_batches import MicroBatcher, batches_of, mini_batches, totals_of
+from trimtab.train.rl.rollout_files import Spans
+from trimtab.train.rl.rollout_worker import SampleScorer
+from trimtab.train.rl.state import Counters, Iteration, row_of
+from trimtab.train.rl.token_advantages import compute_advantages, with_advantage
 
 VOCABULARY = 32_000
 PASS_TOKENS = 32_768
@@ -193,7 +192,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     with clock.part("engine"):
         rollouts = list(engine.stream(ids, sampling, seeds=questions.seeds))
     rollouts.sort(key=lambda rollout: (rollout.prompt, rollout.sample))
-    several = Several([(Reward(), 1.0)], questions, tokenizer)
+    several = SampleScorer([(Reward(), 1.0)], questions, tokenizer)
     several(rollouts[:1])  # learns the tokenizer's words, once in a run
     with clock.part("texts for a reward"):
         several(rollouts)
@@ -202,19 +201,19 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         experience = Experience.joined([experience])
         experience = experience.take(experience.samples_of(range(groups)))
         experience.reward(RewardResult(rng.random(options.answers).tolist()))
-    passes, actor = Passes(settings), InProcessGroup("actor", Listener(device, clock), SimpleNamespace())
+    passes, actor = MicroBatcher(settings), InProcessGroup("actor", Listener(device, clock), SimpleNamespace())
     with clock.part("scoring, one column"):
         passes.fill(experience, "old_N", actor, "take")
     with clock.part("advantages"):
-        figures = shape(experience, settings, 0.0)
+        figures = compute_advantages(experience, settings, 0.0)
         learnt = with_advantage(experience, mini_batches(experience, groups, (0, 0, 0))[0])
         totals_of(experience, learnt)
     with clock.part("an update's passes"):
         passes.send(actor, "take", passes.parts(actor, experience, learnt, *COLUMNS))
     with clock.part("figures and answers kept"):
         row_of(Iteration(experience, groups, figures), Counters(0.0))
-        samples.best_and_worst(experience, 8)
-        samples.groups(experience, 1, 1)
+        rollout_files.best_and_worst(experience, 8)
+        rollout_files.whole_groups(experience, 1, 1)
     with clock.part("one experience a group (async)"):
         one_by_one(rollouts, questions, options.group, tokenizer)
     with clock.part("SFT, as many tokens packed"):
@@ -223,7 +222,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def one_by_one(rollouts: list[Trajectory], questions: PromptBatch, size: int, tokenizer) -> None:
-    judging, kept = Judging([], tokenizer, Spans()), []
+    judging, kept = GroupScorer([], tokenizer, Spans()), []
     for place in range(len(questions.rows)):
         own = rollouts[place * size : (place + 1) * size]
         alone = [dataclasses.replace(rollout, prompt=0) for rollout in own]

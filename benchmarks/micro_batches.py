@@ -22,9 +22,8 @@ from trimtab.distributed.process_group import deal
 from trimtab.distributed.serialization import Serializer
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl.batches import AnswerBatch, AnswerSlice
-from trimtab.train.rl.cut import cost, halves, micro_batches
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.micro_batches import AnswerBatch, AnswerSlice, cost, halves, make_slice, micro_batches
 
 COLUMNS = ("advantages_N", "sampled_N", "old_N")
 ROUNDS = 5
@@ -87,7 +86,7 @@ def sliced(experience: Experience, count: int, budget: int | None, processes: in
     cut = micro_batches(experience, range(len(experience)), count=count, budget=budget)
     shares = deal(cut, processes, lambda part: cost(experience, part), halves)
     clock.stage("cut")
-    parts = [experience.slice(share, *COLUMNS) for share in shares]
+    parts = [make_slice(experience, share, *COLUMNS) for share in shares]
     clock.stage("slice")
     messages = [serializer.pack(part) for part in parts[1:]]
     clock.stage("pack")

@@ -11,7 +11,7 @@ from trimtab.config.rl_jobs import AnyRLOptions
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.shaping import shape
+from trimtab.train.rl.token_advantages import compute_advantages
 
 ALL_DRAWN = [3, 1, 2, 5, 4, 4]
 SOME_EMPTY = [3, 0, 2, 0, 0, 4]
@@ -32,7 +32,7 @@ def test_they_are_those_of_a_run(estimator, no_std, lengths):
     options = dataclasses.replace(
         AnyRLOptions(), advantage_estimator=estimator, no_advantage_std_norm=no_std, reward_clip_range=(-10.0, 10.0)
     )
-    shape(experience, options, 0.0)
+    compute_advantages(experience, options, 0.0)
     found = torch.tensor(trimtab.advantages(REWARDS, 3, estimator, lengths=lengths, no_advantage_std_norm=no_std))
     torch.testing.assert_close(found[experience.owners_N], experience.advantages_N, rtol=0, atol=0)
     assert all(advantage == 0 for advantage, length in zip(found, lengths) if not length)

@@ -137,7 +137,7 @@ def needs_a_column(prompts, completions, answer):
 
 
 def test_a_reward_that_needs_a_column_which_is_not_there_is_refused_before_the_model_is_loaded(task, monkeypatch):
-    monkeypatch.setattr("trimtab.train.rl.builders.load_policy", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("trimtab.train.rl.roles.load_policy", lambda *_: pytest.fail("the model is loaded"))
     for reward, told in ((needs_a_column, "needs the column answer, and the train data have input, label"),
                          ("exact", r"\(found: input, label\)")):  # fmt: skip
         with pytest.raises(trimtab.UserError, match=told):

@@ -4,7 +4,7 @@ import re
 
 from tests.config.every_job import EVERY_JOB
 from tests.docs.pages import DOCS, commands
-from tests.train.rl.asynchronous.async_run import check_ledger
+from tests.train.rl.async_run import check_ledger
 from tests.train.rl.rl_run import PROMPTS, write_task
 from trimtab.cli.main import main
 from trimtab.config.catalogue import find

@@ -15,7 +15,7 @@ from tests.cluster.engines_apart import ON_RAY, build_engines_apart, without_vll
 from tests.cluster.machines import wait_until
 from tests.cluster.test_faults import assert_no_orphan
 from tests.train.rl import rl_run
-from tests.train.rl.asynchronous.async_run import BOUND, check_ledger
+from tests.train.rl.async_run import BOUND, check_ledger
 from tests.train.rl.test_groups import folder  # noqa: F401 (a fixture)
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.experience import Experience

@@ -10,8 +10,8 @@ from trimtab.config.parse import parse
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
-from trimtab.train.rl.description import layout_of_units, units_of
-from trimtab.train.rl.places import places_of
+from trimtab.train.rl.checks import places_of
+from trimtab.train.rl.roles import layout_of_units, make_units_in_processes
 
 OF_EACH = " ".join(f"--{role}_num_gpus_per_node 2" for role in ("actor", "ref", "critic", "reward"))
 COMMAND = "--pretrain owner/policy --prompt_data owner/prompts --reward_pretrain owner/judge"
@@ -32,11 +32,15 @@ def found_by(options: PPOOptions) -> tuple[dict[str, list[int]], list[dict]]:
     from trimtab.distributed.ray.preflight import preflight
     from trimtab.distributed.ray.workers import RayJob
 
-    units = units_of(options, 1)
+    units = make_units_in_processes(options, 1)
     layout = layout_of_units(options, units)
     placement = preflight(layout, places_of(options))
     launcher = RayLauncher(
-        RayJob(options, units_of, mesh_of, (), nothing, os.getcwd()), layout, placement, 60, StopRequest()
+        RayJob(options, make_units_in_processes, mesh_of, (), nothing, os.getcwd()),
+        layout,
+        placement,
+        60,
+        StopRequest(),
     )
     try:
         launcher.open()

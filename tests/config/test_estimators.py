@@ -62,7 +62,7 @@ from trimtab.config.jobs import GRPOOptions
 from trimtab.errors import UserError
 from trimtab.report.read import read_run
 from trimtab.report.subject import job_name
-from trimtab.train.rl.shaping import shape
+from trimtab.train.rl.token_advantages import shape
 
 def refusal(**options):
     try:

@@ -11,7 +11,7 @@ from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.train.launch import check_share, without_evaluation
 from trimtab.train.rl.checks import check_shares
-from trimtab.train.rl.controller import Controller
+from trimtab.train.rl.launch import Controller
 
 QUANTISED = {"load_in_4bit": True, "bf16": True, "lora_rank": 8}
 

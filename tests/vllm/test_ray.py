@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.train.rl.asynchronous.async_run import check_ledger
+from tests.train.rl.async_run import check_ledger
 from tests.train.rl.rl_run import arguments, rows, write_task
 from tests.vllm.conftest import SIZES
 from trimtab.train.rl.experience import Experience

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.train.rl.asynchronous.async_run import AHEAD, check_ledger
+from tests.train.rl.async_run import AHEAD, check_ledger
 from tests.train.rl.rl_run import arguments, rows, write_task
 from tests.vllm.conftest import SIZES
 from trimtab.rollout.vllm.engine import VLLMEngine

@@ -7,8 +7,8 @@ from tests.vllm.conftest import engine_of, write_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.rl.answers import Admission, UnderWay
-from trimtab.train.rl.rollouts import Rollouts
+from trimtab.train.rl.async_groups import Admission, InFlightGroup
+from trimtab.train.rl.async_worker import AsyncRolloutWorker
 
 PROMPTS, SEEDS = [[5, 6, 7, 8], [9, 10, 11], [12]], [1, 2, 3]
 GREEDY = SamplingParams(max_new_tokens=100, n=2, temperature=0)
@@ -26,8 +26,8 @@ def engine(tmp_path_factory):
 @pytest.mark.parametrize("drained", [False, True], ids=["in_flight", "drained"])
 def test_answers_of_a_thread_that_is_interrupted_again_and_again(drained, engine):
     expected = {(r.prompt, r.sample): r for r in engine.generate(PROMPTS, GREEDY, seeds=SEEDS)}
-    role = Rollouts(engine, [], make_tokenizer(), lambda: False, beside=True)
-    groups = [UnderWay(place, 0, place, SEEDS[place]) for place in range(3)]
+    role = AsyncRolloutWorker(engine, [], make_tokenizer(), lambda: False, beside=True)
+    groups = [InFlightGroup(place, 0, place, SEEDS[place]) for place in range(3)]
     role.admit(Admission(groups, PromptBatch([0, 1, 2], SEEDS, PROMPTS, "prompt")), sampling=GREEDY)
     role.go_on()
     found, seen, cut = {}, 0, 0

@@ -1,4 +1,4 @@
-"""Samples through the model: cut into passes as in training (train/rl/cut.py), with gradients and without."""
+"""Samples through the model: cut into passes as in training (train/rl/micro_batches.py), with gradients and without."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from trimtab.models.policy import Policy
 from trimtab.plan.workload import TOKENS_ON_CPU, scoring_tokens
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import PassLimit, Result, memory_guard, taking_back, until_it_fits
-from trimtab.train.rl.cut import cost, micro_batches, packed
+from trimtab.train.rl.micro_batches import cost, make_slice, micro_batches, packed
 
 COLUMNS = ("log_probs_N", "advantages_N", "weights_N", "reference_N")
 ADVICE = "gradient_checkpointing=True, lora_rank or bf16=True needs less memory"
@@ -114,7 +114,7 @@ class Passes:
     def _batches(self, rows: Rows, passes: list[list[int]]) -> Iterator[tuple[list[int], TokenBatch]]:
         columns = [name for name in COLUMNS if getattr(rows, name) is not None]
         if passes:
-            yield from zip(passes, rows.slice(passes, *columns).batches())
+            yield from zip(passes, make_slice(rows, passes, *columns).batches())
 
     def _until_it_fits(
         self, attempt: Callable[[], Result], rows: Rows, budget: int, together: int, *, begun: bool = False

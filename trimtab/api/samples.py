@@ -13,7 +13,7 @@ from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
 from trimtab.rollout.episode import Segment
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl.trajectories import Trajectories
+from trimtab.train.rl.experience import Trajectories
 
 SHOWN = 40  # characters of a text
 OF_TOKENS = ("log_probs", "advantages", "weights", "reference")

@@ -1,7 +1,7 @@
 """The advantage estimators: one entry each, and everything that asks what an estimator does reads it here.
 
-The mathematics is in algos/. An entry says which of its parts an estimator is made of; train/rl/shaping.py puts them
-together.
+The mathematics is in algos/. An entry says which of its parts an estimator is made of;
+train/rl/token_advantages.py puts them together.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from trimtab.distributed.ray import preflight as module
 from trimtab.distributed.ray.placement import Engines, Layout, Pool
 from trimtab.distributed.ray.preflight import Places, inspector, preflight
 from trimtab.errors import UserError
-from trimtab.train.rl.places import places_of
+from trimtab.train.rl.checks import places_of
 
 LAYOUT = Layout((Pool("actor", ("actor",), 2, 1),), None)
 

@@ -8,9 +8,8 @@ import pytest
 from trimtab.config.jobs import GRPOOptions
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl.cut import cost, mini_batches
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.passes import Passes
+from trimtab.train.rl.micro_batches import MicroBatcher, cost, mini_batches
 
 GROUPS, ANSWERS, PROCESSES = 16, 8, 4
 
@@ -29,7 +28,7 @@ def long_and_short() -> Experience:
 
 def test_steps_hold_whole_groups_and_processes_have_about_as_many_tokens():
     experience = long_and_short()
-    passes = Passes(GRPOOptions(micro_train_batch_size=2))
+    passes = MicroBatcher(GRPOOptions(micro_train_batch_size=2))
     steps = mini_batches(experience, GROUPS // 2, (1, 2, 3))
     assert sorted(i for step in steps for i in step) == list(range(len(experience)))
     for step in steps:
@@ -55,5 +54,5 @@ def test_steps_hold_whole_groups_and_processes_have_about_as_many_tokens():
 )
 def test_passes_of_scoring_are_larger_on_an_accelerator_unless_somebody_said_how_large(changes, on_cpu, on_accelerator):
     options = GRPOOptions(**{"use_dynamic_batch": True, "given": frozenset(changes)} | changes)
-    assert Passes(options).scoring_budget() == on_cpu
-    assert Passes(options, larger_scoring=True).scoring_budget() == on_accelerator
+    assert MicroBatcher(options).scoring_budget() == on_cpu
+    assert MicroBatcher(options, larger_scoring=True).scoring_budget() == on_accelerator

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.train.rl.asynchronous.async_run import kill_after, tell_while_collecting
+from tests.train.rl.async_run import kill_after, tell_while_collecting
 from tests.train.rl.environment_run import (
     AHEAD,
     BATCH,

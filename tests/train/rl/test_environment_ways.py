@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import warm
-from tests.train.rl.asynchronous.async_run import tell_while_collecting
+from tests.train.rl.async_run import tell_while_collecting
 from tests.train.rl.environment_run import (
     AHEAD,
     BATCH,

@@ -17,12 +17,11 @@ from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.micro_batches import make_slice, totals_of
 from trimtab.train.rl.objective import policy_share, token_weights
-from trimtab.train.rl.passes import totals_of
-from trimtab.train.rl.recording import Recording
-from trimtab.train.rl.samples import best_and_worst, distributions, groups, of_evaluation
-from trimtab.train.rl.shaping import penalties, shape, trained
-from trimtab.train.rl.supply import useful_groups
+from trimtab.train.rl.rollout_files import best_and_worst, distributions, of_evaluation, whole_groups
+from trimtab.train.rl.source import Recording, useful_groups
+from trimtab.train.rl.token_advantages import compute_advantages, penalties, trained
 
 BRANCHED = Played([([1, 2], 0.5), ([3], 0.0), ([4, 5, 6], 0.5)], branches=[1, 2])
 SHORT = Played([([7], 0.0)])
@@ -31,7 +30,7 @@ GROUPS = [[BRANCHED, SHORT], [CUT, Played([([2], 0.25), ([3, 3], 0.0)], branches
 
 
 def weights_of(experience: Experience, samples: list[int], reduction: str) -> list[float]:
-    (batch,) = experience.slice([samples], "counts_N").batches()
+    (batch,) = make_slice(experience, [samples], "counts_N").batches()
     options = PPOOptions(loss_reduction=reduction, generate_max_len=10)
     return token_weights(batch, totals_of(experience, samples), options).tolist()
 
@@ -45,7 +44,7 @@ def test_every_token_of_an_episode_weighs_alike_and_all_episodes_too():
     assert weights_of(experience, samples, "token") == pytest.approx([1 / 13] * 13)
     assert weights_of(experience, samples, "constant") == pytest.approx([1 / 40] * 13)
     # In another pass than the rest of its episode, a branch still counts by the whole.
-    (batch,) = experience.slice([[1]], "counts_N").batches()
+    (batch,) = make_slice(experience, [[1]], "counts_N").batches()
     options = PPOOptions(loss_reduction="answer")
     assert token_weights(batch, totals_of(experience, samples), options).tolist() == pytest.approx([1 / 24])
 
@@ -60,7 +59,7 @@ def test_the_constant_of_an_episode_is_the_most_that_it_can_draw(limits, most):
     full = Played([([1] * (most - most // 2), 0.0), ([2] * (most // 2), 1.0)])
     experience = experience_of([[full, SHORT]])
     samples = list(range(len(experience)))
-    (batch,) = experience.slice([samples]).batches()
+    (batch,) = make_slice(experience, [samples]).batches()
     weights = token_weights(batch, totals_of(experience, samples), options).tolist()
     assert weights == pytest.approx([1 / (2 * most)] * (most + 1))
     assert sum(weights[:most]) == pytest.approx(1 / 2), "as much as any of two answers"
@@ -73,20 +72,20 @@ def test_figures_filters_and_what_is_shown_count_an_episode_once():
     assert found["prompt_scores"] == [[0, 0.5], [1, 0.875]]  # (1 + 0) / 2, not (1 + 1 + 1 + 0) / 4
     narrow = {"dynamic_filtering": True, "n_samples_per_prompt": 2, "dynamic_filtering_reward_range": (0.4, 0.6)}
     assert useful_groups(experience, PPOOptions(**narrow)) == [0]
-    figures = shape(experience, PPOOptions(advantage_estimator="rloo"), 0.0)
+    figures = compute_advantages(experience, PPOOptions(advantage_estimator="rloo"), 0.0)
     assert figures["reward"] == pytest.approx((1 + 0 + 1.5 + 0.25) / 4) and figures["length"] == 13 / 4
     assert figures["truncated"] == 0.25
     # Of an episode in several branches the last is shown.
     assert sorted(best_and_worst(experience, 10)) == [2, 3, 4, 6]
-    assert groups(experience, 1, 100) == [2, 3, 4, 6]
+    assert whole_groups(experience, 1, 100) == [2, 3, 4, 6]
     assert len(of_evaluation(experience)) == len(experience)
 
 
 def test_what_was_cut_off_is_compared_with_but_not_learnt():
     experience, masked = experience_of(GROUPS), experience_of(GROUPS)
     options = {"advantage_estimator": "reinforce_baseline", "n_samples_per_prompt": 2}
-    shape(experience, PPOOptions(**options), 0.0)
-    figures = shape(masked, PPOOptions(mask_truncated=True, **options), 0.0)
+    compute_advantages(experience, PPOOptions(**options), 0.0)
+    figures = compute_advantages(masked, PPOOptions(mask_truncated=True, **options), 0.0)
     assert figures["masked"] == 0.25 and figures["reward"] == pytest.approx((1 + 0 + 1.5 + 0.25) / 4)
     left = trained(masked, list(range(7)), PPOOptions(mask_truncated=True))
     assert left == [0, 1, 2, 3, 5, 6] and trained(masked, [4, 5, 6], PPOOptions()) == [4, 5, 6]
@@ -131,7 +130,7 @@ def folder(tmp_path_factory):
 def test_loss_and_gradient_are_those_of_every_drawn_token_once(folder):
     """Episodes in branches, cut into passes that hold parts of them: against a plain loop over sequences and tokens."""
     experience = experience_of(GROUPS)
-    shape(experience, PPOOptions(advantage_estimator="rloo", turn_reward="returns"), 0.0)
+    compute_advantages(experience, PPOOptions(advantage_estimator="rloo", turn_reward="returns"), 0.0)
     plain = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager").train()
     expected, column = torch.zeros(()), experience.advantages_N.tolist()
     for episodes in GROUPS:
@@ -153,7 +152,7 @@ def test_loss_and_gradient_are_those_of_every_drawn_token_once(folder):
     options = PPOOptions(temperature=1.0, loss_reduction="answer")
     totals = totals_of(experience, list(range(7))) | {"seen_tokens": 13.0}
     loss = 0.0
-    for batch in experience.slice([[0, 3, 4], [2, 5], [1, 6]], "advantages_N", "sampled_N", "counts_N").batches():
+    for batch in make_slice(experience, [[0, 3, 4], [2, 5], [1, 6]], "advantages_N", "sampled_N", "counts_N").batches():
         share = policy_share(policy, batch, totals, options, kl_coefficient=0.0)
         share.loss.backward()
         loss += share.loss.item()

@@ -10,8 +10,8 @@ from tests.train.rl.test_experience import assert_equal
 from trimtab.distributed.serialization import Serializer
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.rl.answers import Answers, UnderWay
-from trimtab.train.rl.asynchronous.groups import (
+from trimtab.train.rl.async_groups import (
+    InFlightGroup,
     fitting,
     partials_from_disk,
     partials_on_disk,
@@ -20,6 +20,7 @@ from trimtab.train.rl.asynchronous.groups import (
 )
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.launch import RECORDS
+from trimtab.train.rl.rollout_worker import Answers
 
 FIRST = [
     Played([([1, 2], 0.5), ([3], -0.25), ([4, 5, 6], 1.0)], branches=[1]),
@@ -113,7 +114,11 @@ def test_drafts_on_disk_keep_what_was_drawn_and_the_record(with_episodes):
         if not with_episodes:
             rollout.drawn, rollout.episode = None, None
             rollout.log_probs = rollout.versions = torch.arange(len(rollout.tokens)).numpy()
-    groups = [UnderWay(3, 1, 8, 42, [r.stored() for r in rollouts[:2]]), UnderWay(4, 1, 9, 43), UnderWay(5, 2, 1, 4)]
+    groups = [
+        InFlightGroup(3, 1, 8, 42, [r.stored() for r in rollouts[:2]]),
+        InFlightGroup(4, 1, 9, 43),
+        InFlightGroup(5, 2, 1, 4),
+    ]
     groups[2].trajectories = [r.stored() for r in rollouts[2:]]
     tensors, described = partials_on_disk(groups)
     read = partials_from_disk(tensors, json.loads(json.dumps(described)))

@@ -4,8 +4,8 @@ import torch
 
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl.cut import cost, micro_batches, mini_batches
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.micro_batches import cost, make_slice, micro_batches, mini_batches
 
 PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7, 8, 9]]
 
@@ -39,7 +39,7 @@ def test_tokens_lie_sample_after_sample_and_know_how_many_follow():
 def test_a_batch_holds_every_sequence_and_its_columns_and_a_shared_prompt_once():
     experience = make()
     samples = [4, 5, 1, 0, 8]
-    (batch,) = experience.slice([samples], "sampled_N").batches()
+    (batch,) = make_slice(experience, [samples], "sampled_N").batches()
     for place, i in enumerate(samples):
         assert batch.sequence(place).tolist() == experience.prompt(i) + experience.response(i)
     expected = [t for i in samples for t in experience.response(i)]

@@ -106,9 +106,9 @@ def test_a_signal_that_only_the_second_process_gets_stops_both_and_nothing_is_lo
 
 
 def terminate_while_sampling():
-    from trimtab.train.rl.rollouts import Rollouts
+    from trimtab.train.rl.rollout_worker import RolloutWorker
 
-    sample, calls = Rollouts.sample, 0
+    sample, calls = RolloutWorker.sample, 0
 
     def interrupted(self, *given, **named):
         nonlocal calls
@@ -117,4 +117,4 @@ def terminate_while_sampling():
             os.kill(os.getpid(), signal.SIGTERM)
         return sample(self, *given, **named)
 
-    Rollouts.sample = interrupted
+    RolloutWorker.sample = interrupted

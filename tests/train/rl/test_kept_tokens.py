@@ -14,9 +14,9 @@ from trimtab.cli.main import main
 from trimtab.data.byte_tokenizer import byte_tokenizer
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.metrics import read_rows
-from trimtab.train.rl import kept_tokens
+from trimtab.train.rl import rollout_files
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.kept_tokens import TokenTexts, described
+from trimtab.train.rl.rollout_files import TokenTexts, token_fields
 
 BYTES = byte_tokenizer("{{ messages }}")
 
@@ -60,30 +60,30 @@ def one(tokens: list[int], drawn: list[bool] | None = None, advantages: list[flo
 def test_the_model_s_and_the_world_s_tokens_are_told_apart():
     letters = BYTES.encode("abcdef", add_special_tokens=False)
     drawn = [True, True, False, False, True, False]
-    found = described(one(letters, drawn, [0.5, 0.5, -1.0]), 0, TokenTexts(BYTES))
+    found = token_fields(one(letters, drawn, [0.5, 0.5, -1.0]), 0, TokenTexts(BYTES))
     assert found == {
         "texts": list("abcdef"),
         "drawn": [2, 2, 1, 1],
         "log_probs": [0.0, -1.0, -2.0],
         "advantages": [[0.5, 2], [-1.0, 1]],
     }
-    assert described(one(letters, [not mask for mask in drawn]), 0, TokenTexts(BYTES))["drawn"] == [0, 2, 2, 1, 1]
+    assert token_fields(one(letters, [not mask for mask in drawn]), 0, TokenTexts(BYTES))["drawn"] == [0, 2, 2, 1, 1]
 
 
 def test_of_a_long_answer_both_ends_are_kept(monkeypatch):
-    monkeypatch.setattr(kept_tokens, "FIRST", 3)
-    monkeypatch.setattr(kept_tokens, "LAST", 2)
+    monkeypatch.setattr(rollout_files, "FIRST", 3)
+    monkeypatch.setattr(rollout_files, "LAST", 2)
     letters = BYTES.encode("abcdefgh", add_special_tokens=False)
-    found = described(one(letters, advantages=[float(i) for i in range(8)]), 0, TokenTexts(BYTES))
+    found = token_fields(one(letters, advantages=[float(i) for i in range(8)]), 0, TokenTexts(BYTES))
     assert found["texts"] == list("abcgh") and found["left_out"] == [3, 3] and found["drawn"] == [5]
     assert found["log_probs"] == [0, -1, -2, -6, -7] and [value for value, _ in found["advantages"]] == [0, 1, 2, 6, 7]
-    assert "left_out" not in described(one(letters[:5]), 0, TokenTexts(BYTES))
+    assert "left_out" not in token_fields(one(letters[:5]), 0, TokenTexts(BYTES))
 
 
 def test_what_is_not_finite_has_no_number():
     experience = one([5, 6])
     experience.sampled_N = torch.tensor([math.nan, -math.inf])
-    assert described(experience, 0, TokenTexts(BYTES))["log_probs"] == [None, None]
+    assert token_fields(experience, 0, TokenTexts(BYTES))["log_probs"] == [None, None]
 
 
 def test_a_run_keeps_the_tokens_of_every_answer_that_it_keeps(tmp_path):

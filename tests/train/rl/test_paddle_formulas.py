@@ -12,7 +12,7 @@ from trimtab.algos.advantages import NO_MOMENTS, joined_moments
 from trimtab.config.jobs import PPOOptions
 from trimtab.models.policy import PolicyOutput
 from trimtab.train.rl.objective import policy_share
-from trimtab.train.rl.shaping import penalties, shape
+from trimtab.train.rl.token_advantages import compute_advantages, penalties
 
 ANSWERS = 3  # to a prompt
 
@@ -40,7 +40,7 @@ def standardised(rewards, epsilon):
 def test_grpo_is_theirs_but_for_the_smaller_epsilon(spread, apart):
     options = PPOOptions(advantage_estimator="group_norm", n_samples_per_prompt=ANSWERS, use_kl_loss=True)
     experience = experience_of(spread)
-    shape(experience, options, kl_coefficient=1e-3)
+    compute_advantages(experience, options, kl_coefficient=1e-3)
     rewards = experience.rewards_S.double().numpy()
     ours, theirs = standardised(rewards, 1e-9), standardised(rewards, 1e-6)
     assert ours == pytest.approx(theirs, rel=apart)
@@ -52,7 +52,7 @@ def test_reinforce_plus_plus_is_theirs_but_for_the_unbiased_variance():
     kl, bound = 0.05, 0.8
     options = PPOOptions(advantage_estimator="reinforce", reward_clip_range=(-bound, bound))
     experience = experience_of()
-    shape(experience, options, kl_coefficient=kl)
+    compute_advantages(experience, options, kl_coefficient=kl)
     returns = []
     columns = (experience.old_N, experience.reference_N)
     for old, reference, reward in zip(*(by_answer(experience, c) for c in columns), experience.rewards_S.tolist()):
@@ -78,7 +78,7 @@ def test_running_normalisation_comes_after_the_length_penalty_and_before_the_cli
     assert experience.rewards_S.double() - penalties(experience, options) == pytest.approx(punished, abs=1e-6)
     before = np.array([5.0, -3.0, 1.0])
     moments = joined_moments(joined_moments(NO_MOMENTS, torch.tensor(before)), torch.tensor(punished))
-    figures = shape(experience, options, 0.0, moments)
+    figures = compute_advantages(experience, options, 0.0, moments)
     everything = np.concatenate([before, punished])
     assert figures["reward_mean_so_far"] == pytest.approx(everything.mean())
     assert figures["reward_std_so_far"] == pytest.approx(everything.std())

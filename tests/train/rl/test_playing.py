@@ -11,8 +11,8 @@ from trimtab.rewards.types import EnvironmentReward, RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl.episode_figures import episode_figures, turns
-from trimtab.train.rl.rollouts import Rollouts
+from trimtab.train.rl.rollout_files import episode_figures, turns
+from trimtab.train.rl.rollout_worker import RolloutWorker
 
 
 class Player:
@@ -61,7 +61,7 @@ def sampled(*groups, others=()):
     player = Player(*groups)
     engine = SimpleNamespace(exact=False, rest=lambda: None, close=lambda: None)
     rewards = [*others, (EnvironmentReward("rg:game"), 1.0)]
-    role = Rollouts(engine, rewards, Tokenizer(), lambda: False, player=player)
+    role = RolloutWorker(engine, rewards, Tokenizer(), lambda: False, player=player)
     count = range(len(groups))
     rows = {
         "prompts": [f"row {i}" for i in count],

@@ -16,7 +16,7 @@ from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.checks import critic_start
 from trimtab.train.rl.loop import RLRun
-from trimtab.train.rl.recording import Recording
+from trimtab.train.rl.source import Recording
 
 FAILS = """
 import pathlib

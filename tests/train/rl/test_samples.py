@@ -10,7 +10,7 @@ from tests.train.rl.rl_run import arguments, rows, write_task
 from trimtab.cli.main import main
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.metrics import read_rows
-from trimtab.train.rl import samples
+from trimtab.train.rl import rollout_files
 from trimtab.train.rl.experience import Experience
 
 
@@ -28,26 +28,26 @@ def experience(rewards, answers=None, rows_=None) -> Experience:
 
 def test_an_answer_given_often_is_kept_once_and_best_are_better_than_worst():
     rewards = [1.0, 1.0, 1.0, 1.0, 0.5, -0.794, -1.0, -1.0]
-    found = samples.best_and_worst(experience(rewards, [[9]] * 4 + [[1], [2], [3], [3]]), 8)
+    found = rollout_files.best_and_worst(experience(rewards, [[9]] * 4 + [[1], [2], [3], [3]]), 8)
     assert [(rewards[i], kind) for i, kind in found.items()] == [
         (1.0, "best"), (0.5, "best"), (-0.794, "worst"), (-1.0, "worst"),
     ]  # fmt: skip
     assert (
-        samples.best_and_worst(experience([1.0]), 8) == {0: "best"}
-        and samples.best_and_worst(experience([1.0]), 0) == {}
+        rollout_files.best_and_worst(experience([1.0]), 8) == {0: "best"}
+        and rollout_files.best_and_worst(experience([1.0]), 0) == {}
     )
 
 
 def followed(rows_: list[int], iteration=1, total=100) -> set[int]:
     each = [row for row in rows_ for _ in range(3)]
-    kept = samples.groups(experience([0.0] * len(each), rows_=each), iteration, total)
+    kept = rollout_files.whole_groups(experience([0.0] * len(each), rows_=each), iteration, total)
     assert all(sum(each[i] == row for i in kept) == 3 for row in {each[i] for i in kept}), "whole groups"
     return {each[i] for i in kept}
 
 
 def test_the_same_prompts_are_followed_whatever_stands_beside_them():
     chosen = followed(list(range(100)))
-    assert len(chosen) == samples.GROUPS and chosen != {0, 1}
+    assert len(chosen) == rollout_files.GROUPS and chosen != {0, 1}
     for row in chosen:
         assert row in followed([*range(1, 100, 7), row]) and row in followed([row, *range(30, 60)])
     assert not followed([0, 1, 2], iteration=11, total=1000), "not in every iteration of many"
@@ -56,7 +56,7 @@ def test_the_same_prompts_are_followed_whatever_stands_beside_them():
 
 @pytest.mark.parametrize(("values", "filled"), [([0.0, 1.0, 1.0], {0: 1, 11: 2}), ([2.0, 2.0], None)])
 def test_histograms_count_every_answer(values, filled):
-    found = samples.distributions(experience(values))["reward_histogram"]
+    found = rollout_files.distributions(experience(values))["reward_histogram"]
     assert found[:2] == [min(values), max(values)] and sum(found[2:]) == len(values)
     if filled is not None:
         assert {i: count for i, count in enumerate(found[2:]) if count} == filled
@@ -67,7 +67,7 @@ def test_a_run_keeps_groups_with_label_parts_and_advantage(tmp_path):
     assert main(arguments(folder, tmp_path / "out", "grpo")) == 0
     kept = read_rows(tmp_path / "out" / "rollouts.jsonl")
     groups = [row for row in kept if row["group"] == "train" and row["step"] == 1]
-    assert len(groups) == samples.GROUPS * 4 and len({row["row"] for row in groups}) == samples.GROUPS
+    assert len(groups) == rollout_files.GROUPS * 4 and len({row["row"] for row in groups}) == rollout_files.GROUPS
     assert all(row["label"] and row["parts"].keys() == {"regex", "length"} for row in groups)
     by_row = [
         torch.tensor([row["advantage"] for row in groups if row["row"] == r]) for r in {row["row"] for row in groups}

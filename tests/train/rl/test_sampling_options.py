@@ -9,7 +9,7 @@ import torch
 from tests import warm
 from tests.train.rl.rl_run import arguments, assert_identical, result, rows, weights, without, write_task
 from tests.train.rl.test_resume import at
-from trimtab.train.rl.recording import Recording
+from trimtab.train.rl.source import Recording
 
 ONE = "--max_steps 1 --temperature 0.7 --init_kl_coef 0 --lr_scheduler constant"
 
@@ -59,9 +59,9 @@ def count_passes():
     """Write down the samples of every pass of scoring."""
     from pathlib import Path
 
-    from trimtab.train.rl.passes import Passes
+    from trimtab.train.rl.micro_batches import MicroBatcher
 
-    send = Passes.send
+    send = MicroBatcher.send
 
     def told(self, role, method, parts, **shared):
         sizes = [n for part in parts for found in part for n in found.samples]
@@ -69,7 +69,7 @@ def count_passes():
             file.write(f"{method} {max(sizes)}\n")
         return send(self, role, method, parts, **shared)
 
-    Passes.send = told
+    MicroBatcher.send = told
 
 
 def test_passes_of_scoring_have_the_sizes_that_were_asked_for_and_the_numbers_stay(folder, tmp_path):

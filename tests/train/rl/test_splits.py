@@ -128,9 +128,9 @@ def test_a_reward_that_fails_in_one_process_stops_those_that_write_with_it(folde
 
 def score_at_once() -> None:
     """Rewards are asked as soon as an answer is there, while others are still being written."""
-    from trimtab.train.rl import rollouts
+    from trimtab.train.rl import rollout_worker
 
-    rollouts.SCORED_AT_ONCE = 1
+    rollout_worker.SCORED_AT_ONCE = 1
 
 
 def stop_while_writing(calls: int) -> None:

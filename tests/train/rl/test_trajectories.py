@@ -19,11 +19,11 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.experience import Experience, totals
+from trimtab.train.rl.micro_batches import make_slice
 from trimtab.train.rl.objective import policy_share
-from trimtab.train.rl.recording import Recording
-from trimtab.train.rl.shaping import shape
-from trimtab.train.rl.trajectories import totals
+from trimtab.train.rl.source import Recording
+from trimtab.train.rl.token_advantages import compute_advantages
 
 # (prompt, turns of (drawn by the model, tokens)) of every sample, in groups of 2, 3 and 2.
 MODEL, WORLD = True, False
@@ -69,7 +69,7 @@ def test_lengths_and_columns_are_those_of_drawn_tokens():
     experience.old_N = experience.sampled_N
     experience.reference_N = experience.sampled_N - 0.5
     options = PPOOptions(advantage_estimator="rloo", n_samples_per_prompt=2)
-    figures = shape(experience, options, kl_coefficient=0.1)
+    figures = compute_advantages(experience, options, kl_coefficient=0.1)
     assert figures["length"] == pytest.approx(statistics.fmean(experience.lengths_S.tolist()))
     assert figures["kl"] == pytest.approx(0.5) and figures["equal_groups"] == 0
     # Drawn tokens alone answer for the KL, and each for what is still to come.
@@ -101,7 +101,7 @@ def test_groups_of_different_sizes_are_shaped_one_by_one(estimator):
     experience.old_N = experience.sampled_N
     experience.values_N = torch.zeros_like(experience.sampled_N)
     options = PPOOptions(advantage_estimator=estimator, n_samples_per_prompt=2, gamma=1.0, lambd=1.0)
-    shape(experience, options, kl_coefficient=0.0)
+    compute_advantages(experience, options, kl_coefficient=0.0)
     expected = torch.tensor([defined(estimator, group, i) for group in GROUPS for i in range(len(group))])
     expected_N = expected[experience.owners_N]
     if ESTIMATORS[estimator].whitened:
@@ -134,7 +134,7 @@ def test_loss_and_gradient_equal_the_sums_over_drawn_tokens(folder):
     policy = Policy(trained)
     choose_path(policy)
     totals = {"tokens": float(len(experience.sampled_N)), "answers": 7.0, "seen_tokens": 1.0}
-    piece = experience.slice([[0, 1], [2, 3, 4, 6], [5]], "advantages_N", "sampled_N")
+    piece = make_slice(experience, [[0, 1], [2, 3, 4, 6], [5]], "advantages_N", "sampled_N")
     loss = 0.0
     for batch in piece.batches():
         share = policy_share(policy, batch, totals, PPOOptions(temperature=1.0), kl_coefficient=0.0)

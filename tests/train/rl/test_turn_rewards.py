@@ -15,10 +15,9 @@ from trimtab.config.estimators import ESTIMATORS
 from trimtab.config.jobs import PPOOptions
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl import shaping
-from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.shaping import shape
-from trimtab.train.rl.turns import InTime, Turns
+from trimtab.train.rl import token_advantages
+from trimtab.train.rl.experience import Experience, TimeOrder, Turns
+from trimtab.train.rl.token_advantages import compute_advantages
 
 SAMPLES = 2
 
@@ -42,13 +41,13 @@ def shaped(experience: Experience, estimator: str, turn_reward: str = "returns",
     experience.old_N = experience.sampled_N
     if experience.values_N is None:
         experience.values_N = torch.zeros_like(experience.sampled_N)
-    shape(experience, options_of(estimator, turn_reward, **more), kl_coefficient=0.0)
+    compute_advantages(experience, options_of(estimator, turn_reward, **more), kl_coefficient=0.0)
     return experience.advantages_N.tolist()
 
 
 @pytest.fixture
 def unwhitened(monkeypatch):
-    monkeypatch.setattr(shaping, "whiten", lambda values_N, scale: values_N)
+    monkeypatch.setattr(token_advantages, "whiten", lambda values_N, scale: values_N)
 
 
 def share(estimator: str) -> float:
@@ -151,7 +150,7 @@ def test_rewards_standardised_by_the_run_stay_the_sum_of_their_turns(unwhitened)
     moments = (10.0, 0.3, 10 * 0.5**2)  # a mean of 0.3, a deviation of 0.5
     experience = experience_of(GROUPS)
     experience.old_N = experience.sampled_N
-    shape(experience, options_of("rloo"), 0.0, moments)
+    compute_advantages(experience, options_of("rloo"), 0.0, moments)
     expected = [advantage / 0.5 for advantage in worked_out("rloo")]
     assert experience.advantages_N.tolist() == pytest.approx(expected, abs=1e-5)
 
@@ -166,7 +165,7 @@ def test_equal_totals_of_rewarded_turns_are_no_equal_group():
     episodes = [Played([([1], 0.5), ([2], 0.5)]), Played([([1], 1.0), ([2], 0.0)])]
     for turn_reward, equal in (("sum", 1.0), ("returns", 0.0)):
         experience = experience_of([episodes])
-        assert shape(experience, options_of("rloo", turn_reward), 0.0)["equal_groups"] == equal
+        assert compute_advantages(experience, options_of("rloo", turn_reward), 0.0)["equal_groups"] == equal
 
 
 # ---- episodes in which the model drew nothing
@@ -188,7 +187,7 @@ def test_equal_rewards_beside_an_empty_episode_are_an_equal_group(estimator):
     """The empty one's lower reward says nothing of the others, which are all alike."""
     for turn_reward in ("sum", "returns"):
         experience = experience_of([[Played([]), *[Played([([1, 2, 3, 4, 5, 6], 1.5)])] * 3]])
-        figures = shape(experience, options_of(estimator, turn_reward), 0.0)
+        figures = compute_advantages(experience, options_of(estimator, turn_reward), 0.0)
         assert experience.advantages_N.tolist() == [0.0] * 18
         assert figures["equal_groups"] == 1 and figures["empty_samples"] == 1
         assert figures["reward"] == pytest.approx(1.125), "rewards are told of all"
@@ -198,7 +197,7 @@ def test_equal_rewards_beside_an_empty_episode_are_an_equal_group(estimator):
 def test_an_episode_whose_group_is_empty_besides_is_compared_with_nothing(estimator):
     for turn_reward in ("sum", "returns"):
         experience = experience_of([[Played([([1], 0.5), ([2], 1.0)]), EMPTY]])
-        figures = shape(experience, options_of(estimator, turn_reward), 0.0)
+        figures = compute_advantages(experience, options_of(estimator, turn_reward), 0.0)
         assert experience.advantages_N.tolist() == [0.0, 0.0] and figures["equal_groups"] == 1
 
 
@@ -238,7 +237,7 @@ def test_an_episode_counts_once_however_many_branches_it_has(estimator, turn_rew
         experience.reference_N = experience.sampled_N - torch.rand(len(experience.sampled_N))
         experience.values_N = torch.randn(len(experience.sampled_N))
         options = options_of(estimator, turn_reward, lambd=0.7, gamma=0.9)
-        figures = shape(experience, options, kl_coefficient=0.3)
+        figures = compute_advantages(experience, options, kl_coefficient=0.3)
         found.append((figures, experience))
     (plain, one), (figures, several) = found
     assert one.branches_S is None and len(several) == len(one) + 4
@@ -259,13 +258,13 @@ def test_tokens_of_a_branch_that_was_gone_on_with_later_come_later():
     other = Played([([7], 0.0)]).rollouts(0, 1, [9])
     experience = Experience.of([0, 0, 0], [a, b, *other])
     experience.rewards_S = torch.tensor([7.0, 7.0, 0.0])
-    time = InTime(experience)
+    time = TimeOrder(experience)
     # Its tokens are 1 2 5, 3 4, and the other episode's 7.
     assert time.order_N.tolist() == [0, 1, 3, 4, 2, 5] and time.owners_N.tolist() == [0, 0, 0, 0, 0, 1]
     assert time.remaining_N.tolist() == [4, 3, 2, 1, 0, 0]
     assert Turns.of(experience).rewards_K.tolist() == [1.0, 2.0, 4.0, 0.0]
     experience.old_N, experience.reference_N = experience.sampled_N, experience.sampled_N - 0.5
-    shape(experience, options_of("rloo"), kl_coefficient=0.2)
+    compute_advantages(experience, options_of("rloo"), kl_coefficient=0.2)
     kl = 0.1  # of each token
     expected = [7 - 5 * kl, 7 - 4 * kl, 4 - kl, 6 - 3 * kl, 6 - 2 * kl]
     assert experience.advantages_N[:5].tolist() == pytest.approx(expected, abs=1e-6)
@@ -297,5 +296,5 @@ def test_plain_answers_have_no_turns():
     rollouts = [Trajectory(0, sample, [1], [2, 3], torch.zeros(2).numpy(), "stop") for sample in range(2)]
     experience = Experience.of([0, 0], rollouts)
     experience.rewards_S = torch.tensor([1.0, 0.0])
-    shape(experience, options_of("rloo"), kl_coefficient=0.0)
+    compute_advantages(experience, options_of("rloo"), kl_coefficient=0.0)
     assert experience.advantages_N.tolist() == [1, 1, -1, -1]

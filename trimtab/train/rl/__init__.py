@@ -1,6 +1,5 @@
 """The RL jobs: PPO, REINFORCE++, RLOO, GRPO and their relatives, one loop for all of them (loop.py)."""
 
-from trimtab.train.rl.launch import train_rl
-from trimtab.train.rl.rehearsal import rehearse_rl
+from trimtab.train.rl.launch import rehearse_rl, train_rl
 
 __all__ = ["rehearse_rl", "train_rl"]

@@ -15,11 +15,9 @@ from trimtab.data.prompts import PromptStore
 from trimtab.evaluate.tail_risk import mean, rate
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.metrics import CLOCK_FIELDS
-from trimtab.train.rl.asking import Asking
-from trimtab.train.rl.episode_figures import episode_figures
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.failures import EnvironmentFailed
-from trimtab.train.rl.samples import of_evaluation
+from trimtab.train.rl.rollout_client import EnvironmentFailed, RolloutClient
+from trimtab.train.rl.rollout_files import episode_figures, of_evaluation
 
 SEED = 0x5EED  # the same samples' streams in every evaluation, so that two differ by the policy alone
 
@@ -29,7 +27,7 @@ class Evaluation:
         self.store, self.sampling = store, sampling
         self.shown: Experience | None = None  # of the last evaluation: the answers to its first prompts
 
-    def run(self, asking: Asking) -> dict[str, float] | None:
+    def run(self, asking: RolloutClient) -> dict[str, float] | None:
         """Figures over all prompts, and over those of each data source where there are several. None: the answers were
         given up."""
         requests = [(row, request_seed(SEED, row)) for row in range(len(self.store))]

@@ -1,11 +1,8 @@
-"""The record of one rollout: what was sampled, and what each stage of the loop adds to it.
+"""Token sequences of an RL run: a prompt, and after it tokens of the model and of the world, in any order.
 
-S samples, the answers to a prompt one after another (a group, of any size); N tokens that the model drew, sample after
-sample. Nothing is padded, re-tokenised or derived twice: a micro-batch is cut out of these columns.
-
-An answer is one sample, and so is an episode with an environment. Only where its history was rewritten on the way it is
-several, its *branches*, one after another; every drawn token stands in one of them as drawn. E counts answers and
-episodes, each once; whatever is said of rewards is said of those.
+An answer is the simplest one: the model drew everything after the prompt. In a conversation with tools or users the
+world speaks between the model's turns. S sequences lie one after another in flat columns over all their T tokens;
+columns over the N tokens that the model drew itself (`drawn_T`) have nothing of prompts and world.
 """
 
 import itertools
@@ -17,12 +14,123 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.trajectory import Trajectory, flatten
-from trimtab.train.rl.trajectories import Trajectories, joined, runs
+
+
+@dataclass
+class Trajectories:
+    ids_T: Tensor  # int32
+    drawn_T: Tensor
+    prompt_lengths_S: Tensor
+    sequence_lengths_S: Tensor  # of prompt and all that follows
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths_S)
+
+    def prompt(self, i: int) -> list[int]:
+        start = int(self.offsets_S[i])
+        return self.ids_T[start : start + int(self.prompt_lengths_S[i])].tolist()
+
+    def response(self, i: int) -> list[int]:
+        """Everything after the prompt."""
+        return self._response(i).tolist()
+
+    def response_bytes(self, i: int) -> bytes:
+        """The same of equal responses, and of no others."""
+        return self._response(i).tobytes()
+
+    def _response(self, i: int) -> np.ndarray:
+        return self.ids_T.numpy()[self._responses[i]]
+
+    def drawn(self, i: int) -> Tensor:
+        """Which tokens of the response the model drew."""
+        start, length = int(self.offsets_S[i]), int(self.sequence_lengths_S[i])
+        return self.drawn_T[start + int(self.prompt_lengths_S[i]) : start + length]
+
+    # ---- where things lie
+
+    @cached_property
+    def _responses(self) -> list[slice]:
+        return runs(self.offsets_S + self.prompt_lengths_S, self.sequence_lengths_S - self.prompt_lengths_S)
+
+    @cached_property
+    def offsets_S(self) -> Tensor:
+        """Where in the columns over all tokens a sequence begins."""
+        return self.sequence_lengths_S.cumsum(0) - self.sequence_lengths_S
+
+    @cached_property
+    def lengths_S(self) -> Tensor:
+        """How many tokens the model drew."""
+        return totals(self.drawn_T, self.sequence_lengths_S)
+
+    @cached_property
+    def starts_S(self) -> Tensor:
+        """Where in the columns over drawn tokens those of a sequence begin."""
+        return self.lengths_S.cumsum(0) - self.lengths_S
+
+    @cached_property
+    def owners_N(self) -> Tensor:
+        """Which sample a drawn token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths_S)
+
+    @cached_property
+    def remaining_N(self) -> Tensor:
+        """How many drawn tokens of the same sample follow."""
+        last_N = torch.repeat_interleave(self.starts_S + self.lengths_S - 1, self.lengths_S)
+        return last_N.sub_(torch.arange(len(last_N)))
+
+    def tokens_of(self, samples: Sequence[int]) -> Tensor:
+        """Where the drawn tokens of these samples lie in the columns over them, in the samples' order."""
+        places = torch.arange(len(self.owners_N))
+        return joined(places, self.drawn_of(torch.as_tensor(samples, dtype=torch.int64)))
+
+    def drawn_of(self, samples: Tensor) -> list[slice]:
+        """The same places, as runs."""
+        return runs(self.starts_S[samples], self.lengths_S[samples])
+
+    # ---- how they are cut into passes
+
+    @cached_property
+    def prompts(self) -> list[int]:
+        """A number of each sample's prompt, the same for equal prompts."""
+        known: dict[bytes, int] = {}
+        ids = self.ids_T.numpy()
+        spans = zip(self.offsets_S.tolist(), self.prompt_lengths_S.tolist())
+        return [known.setdefault(ids[start : start + length].tobytes(), len(known)) for start, length in spans]
+
+    @cached_property
+    def costs(self) -> list[tuple[int, int, int]]:
+        """Of each sample: which prompt it has, the tokens of that, and those that follow."""
+        after = (self.sequence_lengths_S - self.prompt_lengths_S).tolist()
+        return list(zip(self.prompts, self.prompt_lengths_S.tolist(), after))
+
+
+def totals(values: Tensor, lengths_S: Tensor) -> Tensor:
+    """How many of the first so many, of the next so many, and so on, are true; of none, none."""
+    found_S, some_S = torch.zeros_like(lengths_S), lengths_S > 0
+    starts = (lengths_S.cumsum(0) - lengths_S)[some_S].numpy()
+    if len(starts):
+        found_S[some_S] = torch.from_numpy(np.add.reduceat(values.numpy(), starts, dtype=np.int64))
+    return found_S
+
+
+def runs(starts_S: Tensor, lengths_S: Tensor) -> list[slice]:
+    return [slice(*ends) for ends in zip(starts_S.tolist(), (starts_S + lengths_S).tolist())]
+
+
+def joined(column: Tensor, runs: list[slice]) -> Tensor:
+    """These runs of a column, one after another."""
+    values = column.numpy()
+    return torch.from_numpy(np.concatenate([values[run] for run in runs])) if runs else column[:0]
+
+
+# ---- one rollout
+
 
 FINISHES = ("stop", "length", "abort", "context", "turns", "truncated", "failed")
 # Those of answers and episodes that something outside them has cut off, by their places above.
@@ -154,7 +262,7 @@ class Experience(Trajectories):
                 taken[f.name] = value[chosen] if places is None else joined(value, places)
             elif isinstance(value, list):
                 taken[f.name] = [value[i] for i in samples]
-        taken["groups_S"] = _in_order(taken["groups_S"])
+        taken["groups_S"] = _numbered(taken["groups_S"])
         return Experience(**taken)
 
     # ---- its groups
@@ -310,6 +418,86 @@ def is_earlier(names: Iterable[str]) -> bool:
     return "response_ids" in names
 
 
-def _in_order(groups_S: Tensor) -> Tensor:
+def _numbered(groups_S: Tensor) -> Tensor:
     """The same groups, numbered as they come."""
     return groups_S.unique_consecutive(return_inverse=True)[1]
+
+
+# ---- turns of episodes in the order of time
+
+
+class TimeOrder:
+    """The columns over drawn tokens as time sees them: episode after episode, whatever branch a token is in."""
+
+    def __init__(self, experience: Experience):
+        self.experience = experience
+        self.order_N = None if experience.branches_S is None else _order(experience)
+
+    def sorted(self, column_N: Tensor) -> Tensor:
+        return column_N if self.order_N is None else column_N[self.order_N]
+
+    def back(self, sorted_N: Tensor) -> Tensor:
+        """A column of the experience from one that was sorted."""
+        if self.order_N is None:
+            return sorted_N
+        return torch.empty_like(sorted_N).index_copy(0, self.order_N, sorted_N)
+
+    @cached_property
+    def places_N(self) -> Tensor:
+        """Where each token is when they are sorted."""
+        return self.back(torch.arange(len(self.experience.sampled_N)))
+
+    # ---- of the sorted tokens
+
+    @property
+    def owners_N(self) -> Tensor:
+        """Which episode each belongs to."""
+        experience = self.experience
+        if self.order_N is None:  # every sample is an answer
+            return experience.owners_N
+        return self.sorted(experience.episodes_S[experience.owners_N])
+
+    @property
+    def remaining_N(self) -> Tensor:
+        """How many of the same episode follow."""
+        if self.order_N is None:
+            return self.experience.remaining_N
+        lengths_E = self.experience.lengths_E
+        return torch.repeat_interleave(lengths_E.cumsum(0) - 1, lengths_E) - torch.arange(len(self.order_N))
+
+
+def _order(experience: Experience) -> Tensor:
+    """The drawn tokens in the order of time. Where no record says it, branches were drawn one after another."""
+    if experience.episodes is None:
+        return torch.arange(len(experience.sampled_N))
+    turns = Turns.of(experience)
+    places_N = torch.arange(len(experience.sampled_N))
+    order_N = joined(places_N, runs(turns.starts_K, turns.tokens_K + 1 - turns.starts_K))
+    assert len(order_N) == len(places_N), "every drawn token is one of a turn"
+    return order_N
+
+
+@dataclass
+class Turns:
+    """The K turns of the model in all episodes, in the order of time."""
+
+    rewards_K: Tensor
+    episodes_K: Tensor  # which answer or episode
+    starts_K: Tensor  # its first token in the columns over drawn tokens
+    tokens_K: Tensor  # its last one
+
+    @classmethod
+    def of(cls, experience: Experience) -> "Turns":
+        assert experience.episodes is not None
+        behind_prompt = (experience.offsets_S + experience.prompt_lengths_S).tolist()
+        found: list[tuple[float, int, int, int]] = []
+        for episode, first in enumerate(experience.firsts_E.tolist()):
+            for turn in experience.episodes[first].turns:
+                begin = behind_prompt[first + turn.branch]
+                found.append((turn.reward, episode, begin + turn.start, begin + turn.end))
+        rewards, episodes, starts, ends = zip(*found) if found else ((), (), (), ())
+        drawn_before = F.pad(experience.drawn_T.cumsum(0), (1, 0))
+        starts_K, ends_K = (drawn_before[torch.tensor(places, dtype=torch.int64)] for places in (starts, ends))
+        assert bool((starts_K < ends_K).all()), "a turn has drawn something"
+        episodes_K = torch.tensor(episodes, dtype=torch.int64)
+        return cls(torch.tensor(rewards, dtype=torch.float32), episodes_K, starts_K, ends_K - 1)

@@ -23,11 +23,8 @@ from trimtab.train.earlier_runs import earlier_checkpoint
 from trimtab.train.endings import not_finite
 from trimtab.train.manifest import compare
 from trimtab.train.metrics import MetricsFile
-from trimtab.train.rl import samples
-from trimtab.train.rl.episode_figures import turns
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
-from trimtab.train.rl.kept_tokens import KeptTokens
-from trimtab.train.rl.spans import TimeLine
+from trimtab.train.rl.rollout_files import KeptTokens, TimeLine, best_and_worst, sample_fields, turns, whole_groups
 from trimtab.train.run_folder import RunFolder
 from trimtab.train.run_log import RunLog
 from trimtab.train.space import SpaceWatch, adam_bytes
@@ -103,8 +100,8 @@ class RunFiles:
         rewarded."""
         if not self.options.save_rollouts:
             return
-        extremes = samples.best_and_worst(experience, self.options.save_rollouts)
-        grouped = samples.groups(experience, iteration, self.total)
+        extremes = best_and_worst(experience, self.options.save_rollouts)
+        grouped = whole_groups(experience, iteration, self.total)
         chosen = dict.fromkeys([*extremes, *grouped])
         self._keep(iteration, experience, chosen, "train", extremes, set(grouped))
 
@@ -138,7 +135,7 @@ class RunFiles:
                         "prompt": self.tokenizer.decode(prompt)[-SHOWN_CHARACTERS:],
                         "response": self.tokenizer.decode(response)[:SHOWN_CHARACTERS],
                         **({} if label is None else {"label": str(label)[:SHOWN_CHARACTERS]}),
-                        **samples.described(experience, i),
+                        **sample_fields(experience, i),
                         "tokens": int(experience.lengths_S[i]),
                         "finish": FINISHES[experience.finishes_S[i]],
                         **self._played(experience, i),

@@ -1,43 +1,329 @@
-"""From checked options to an RL run: a stage for the roles, a controller, and its loop."""
+"""What runs the loop: options, prompts, their order, counters and files, and no model. What it must know of the models
+it asks their roles."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from trimtab.config.jobs import RLOptions
-from trimtab.distributed.device import find_device
-from trimtab.distributed.launcher import Launcher, RoleHost
+from trimtab.data.order import SampleOrder
+from trimtab.data.prompts import PromptStore
+from trimtab.distributed.device import Device, find_device
+from trimtab.distributed.launcher import Group, Launcher, RoleHost, Unit
 from trimtab.distributed.local_launcher import LocalProcessLauncher, launcher_of
 from trimtab.distributed.process_group import World, find_world, leave_world, share_signals, stop_was_requested
+from trimtab.distributed.ray.placement import table
+from trimtab.distributed.supervision import pulse
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
+from trimtab.models.load import fake_policy
 from trimtab.models.parallel.sharded_model import mesh_of
-from trimtab.plan.micro_batches import with_default_tokens
+from trimtab.plan.micro_batches import (
+    default_line,
+    for_manifest,
+    passes_of,
+    uses_default_tokens,
+    with_default_tokens,
+    with_planned_passes,
+    without_tokens,
+    work_of_prompts,
+)
+from trimtab.rewards.build import check_columns, check_reward, describe_rewards
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode, Segment
-from trimtab.rollout.sampling import SamplingParams
+from trimtab.rollout.factory import require_packed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
-from trimtab.train.launch import saved_passes
+from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows, saved_passes
+from trimtab.train.manifest import make_manifest, settings
 from trimtab.train.pass_limit import BeginAnew, NoRoom
-from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, LeftOut, Replied, UnderWay, Wait, Written
-from trimtab.train.rl.batches import AnswerSlice, TextSlice
-from trimtab.train.rl.controller import Controller
+from trimtab.train.rehearsal import memory_line, model_lines, one_line, usable_rows
+from trimtab.train.rl.async_groups import Admission, Collected, InFlightGroup, LeftOut, Wait, Written
+from trimtab.train.rl.async_source import AsyncSource
+from trimtab.train.rl.checks import (
+    check_drop_last,
+    check_model,
+    check_places,
+    check_shares,
+    check_teacher,
+    critic_start,
+)
+from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
-from trimtab.train.rl.playing import as_played
-from trimtab.train.rl.recording import as_recorded
+from trimtab.train.rl.micro_batches import AnswerSlice, TextMixture, TextSlice, load_text
+from trimtab.train.rl.roles import (
+    contents_of_environment,
+    layout_of_units,
+    load_stores,
+    make_units_in_processes,
+    with_environment_defaults,
+)
+from trimtab.train.rl.rollout_client import RolloutClient
+from trimtab.train.rl.rollout_worker import Answers, Failed, Replied
+from trimtab.train.rl.source import (
+    Recorded,
+    Recording,
+    ReplaySource,
+    RolloutSource,
+    SyncSource,
+    prompt_order,
+    with_recorded_options,
+)
+from trimtab.train.rl.state import Roles
+
+
+class Controller:
+    """Everything up to the first step that needs no weights; then the run over the groups of its roles."""
+
+    def __init__(self, options: RLOptions, device: Device, world: World):
+        """`device`: of this process, which is planned for where it does everything."""
+        check_shares(options, self.units(options, world.size))
+        check_places(options)
+        self.tokenizer = load_job_tokenizer(options)
+        self.options, self.world = options, world
+        self.stores, self.reports = self._prompts()
+        check_columns(self.stores, options)
+        store = self.stores["train"]
+        self.order = prompt_order(len(store), options, self.episodes())
+        check_drop_last(self.order, options)
+        self.iterations = count_iterations(self.order, options)
+        self.recording = Recording.of(options, store)
+        if options.replay:
+            assert self.recording is not None
+            self.recording.check_holds(self.order.steps, self.iterations)
+            if line := self.recording.outlived(options):
+                world.say(line)
+        self.check_models()
+        self.options, self.memory_plan = with_planned_passes(
+            options, device, world, lambda: work_of_prompts(options, self.stores)
+        )
+        self.default_tokens = uses_default_tokens(options, device)
+        if not options.ray:  # else the devices are elsewhere
+            for line in notes(options, device):
+                world.say(line)
+
+    @staticmethod
+    def units(options: Any, processes: int) -> list[Unit]:
+        """The description of the run, the same in every process."""
+        return make_units_in_processes(options, processes)
+
+    def episodes(self) -> int:
+        return self.options.num_episodes
+
+    def load_stores(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
+        return load_stores(self.options, self.tokenizer)
+
+    def check_models(self) -> None:
+        check_model(fake_policy(self.options), self.options, self.stores)
+        if self.options.teacher_model:
+            check_teacher(self.options, self.tokenizer)
+        if self.options.estimator.critic:
+            _, note = critic_start(self.options, self.tokenizer)
+            if note:
+                self.world.say(note)
+
+    def _prompts(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
+        with pulse.waiting():  # reading the data takes as long as there are data
+            stores, reports = self.load_stores()
+        self.text = None
+        if self.options.pretrain_data:
+            self.text, reports["text"] = load_text(self.options, self.tokenizer)
+        for report in reports.values():
+            for line in report.lines():
+                self.world.say(line)
+        return stores, reports
+
+    # ---- the run
+
+    def run(self, groups: dict[str, Group], placed: dict[str, Any] | None = None) -> RLRun:
+        """`placed`: what there is to keep of where the roles are."""
+        actor = groups["actor"].call("describe")[0]
+        if self.default_tokens:
+            if actor["path"] != "packed":
+                self.options = without_tokens(self.options)
+            elif self.options.use_dynamic_batch:  # a run of an earlier version goes on without
+                self.world.say(default_line(self.options))
+        options = self.options
+        fewer = {name: group for name, group in groups.items() if len(group.ranks) < self.world.size}
+        if fewer and not options.ray:
+            told = (f"{name} in {len(group.ranks)}" for name, group in fewer.items())
+            self.world.say(f"of {self.world.size} processes: {', '.join(told)}")
+        for line in actor["notes"]:
+            self.world.say(line)
+        if options.deepspeed_enable_sleep and actor["device"]["device_type"] == "cpu":
+            self.world.say("--deepspeed_enable_sleep has no effect here: what learning needs is in main memory anyway")
+        sampling = SamplingParams(
+            max_new_tokens=options.generate_max_len,
+            n=options.n_samples_per_prompt,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            min_new_tokens=options.generate_min_len,
+            repetition_penalty=options.repetition_penalty,
+            stop_token_ids=tuple(actor["stop_token_ids"]),
+        )
+        evaluation = None
+        if "evaluation" in self.stores:
+            eval_sampling = dataclasses.replace(
+                sampling, n=options.eval_n_samples_per_prompt, temperature=options.eval_temperature, top_p=1.0
+            )
+            evaluation = Evaluation(self.stores["evaluation"], eval_sampling)
+        text = None if self.text is None else TextMixture(self.text, options)
+        asking = RolloutClient(self.stores, self.tokenizer, groups["rollouts"], groups.get("reward"))
+        self.world.say(f"reward: {describe_rewards(asking.in_words, options)}")
+        manifest = self.manifest(actor, asking.weighing.name) | (placed or {})
+        if self.recording is not None:
+            self.recording.sampler = {name: manifest[name] for name in ("device_type", "dtype")}
+            self.recording.sampler |= {"exact": asking.exact and not options.outlives_updates}
+        return self.make_run(groups, asking, self.supply(sampling, asking), sampling, manifest, evaluation, text)
+
+    def supply(self, sampling: SamplingParams, asking: RolloutClient) -> RolloutSource:
+        if self.options.replay:
+            assert self.recording is not None
+            return ReplaySource(self.recording, asking)
+        supply: RolloutSource
+        if self.options.outlives_updates:
+            supply = AsyncSource(self.options, self.order, sampling, asking, self.iterations)
+        else:
+            supply = SyncSource(self.options, self.order, sampling, asking)
+        return supply if self.recording is None else Recorded(supply, self.recording)
+
+    def make_run(
+        self,
+        groups: dict[str, Group],
+        asking: RolloutClient,
+        supply: RolloutSource,
+        sampling: SamplingParams,
+        manifest: dict,
+        *more: Any,
+    ) -> RLRun:
+        files = RunFiles(self.options, manifest, self.tokenizer, self.iterations, self.stores)
+        return RLRun(self.options, Roles(**groups), asking, supply, self.order, files, *more)
+
+    def manifest(self, actor: dict[str, Any], reward: str) -> dict:
+        """`actor`: what the policy's role says of itself."""
+        options = self.options
+        return make_manifest(
+            job=options.verb,
+            weights=actor["weights"],
+            data_order=self.order.fingerprint(self.stores["train"].fingerprint),
+            seed=options.seed,
+            dtype="bfloat16" if options.bf16 else "float32",
+            device=actor["device"],
+            path=actor["path"],
+            model=options.pretrain,
+            trainable=actor["trainable"],
+            parameters=actor["parameters"],
+            trainable_parameters=actor["trainable_parameters"],
+            steps=self.iterations,
+            settings=settings(options),
+            processes=self.world.size,
+            zero_stage=options.zero_stage,
+            reward=reward,
+            data={name: report.as_dict() for name, report in self.reports.items()},
+            **contents_of_environment(options),
+            passes=passes_of(options, packed=True),
+            **for_manifest(self.memory_plan),
+        )
+
+
+def count_iterations(prompts: SampleOrder, options: RLOptions) -> int:
+    whole = -(-prompts.steps // options.rollout_batch_size)
+    return min(whole, options.max_steps) if options.max_steps > 0 else whole
+
+
+# ---- the dry run
+
+
+# This process is on none of its devices.
+OF_A_CLUSTER = "memory: trimtab plan --nodes N --gpus M says what fits on a cluster"
+
+
+def rehearse_rl(
+    options: RLOptions,
+    load_stores: Callable[[Any, Any], tuple] = load_stores,
+    episodes: int | None = None,
+    units: Callable[[Any, int], list[Unit]] = make_units_in_processes,
+) -> list[str]:
+    """Everything that can go wrong before the first step, on a few rows and without the weights."""
+    options, device = with_environment_defaults(with_recorded_options(options)), find_device()
+    described = units(options, options.processes)
+    check_shares(options, described)
+    placed = table(layout_of_units(options, described).rows()) if options.ray else []
+    check_places(options)
+    tokenizer = load_job_tokenizer(options)
+    few = of_few_rows(options)
+    stores, reports = load_stores(few, tokenizer)
+    if options.plays and not options.prompt_data and reports["train"].rows_read == few.max_samples:
+        # An environment that has as many rows as it is asked for has as many as the run will ask for.
+        reports["train"].rows_available = min(options.env_rows, options.max_samples)
+    if options.pretrain_data:
+        load_text(few, tokenizer)
+    check_columns(stores, options)
+    model = fake_policy(options)
+    check_model(model, options, stores)
+    if options.teacher_model:
+        check_teacher(options, tokenizer)
+    note = critic_start(options, tokenizer)[1] if options.estimator.critic else None
+    rewarded = check_reward(options, device, tokenizer, stores["train"])
+    played: list[str] = []
+    if options.plays:
+        from trimtab.server.environment_factory import check_environment
+
+        first = PromptBatch.of(stores["train"], [(0, request_seed(options.seed, 0))], rewarded=True)
+        plain = not options.apply_chat_template
+        played = check_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
+    order = prompt_order(len(stores["train"]), options, episodes or options.num_episodes)
+    replayed = None
+    if options.replay and (recording := Recording.of(options)):
+        # The run itself knows all prompts, and asks for more.
+        recording.check_holds(order.steps, count_iterations(order, options))
+        replayed = recording.outlived(options)
+    prompts, about = usable_rows(reports["train"], options.max_samples, len(stores["train"]))
+    whole = dataclasses.replace(order, samples=prompts)
+    if not about:
+        check_drop_last(whole, options)
+    described_model = model_lines(model, options, device)
+    if not options.uses_vllm:
+        require_packed(model)
+    cut = []
+    if model.path == "packed" and uses_default_tokens(options, device):
+        options = with_default_tokens(options, device)
+        cut = [default_line(options)]
+    return [
+        f"device: {device.name}",
+        *placed,
+        *notes(options, device),
+        *(line for line in (note, replayed) if line),
+        *described_model,
+        f"engine: {'vLLM' if options.uses_vllm else 'built-in'}",
+        f"data: {reports['train'].in_files:,} prompts give {'about ' if about else ''}"
+        f"{count_iterations(whole, options):,} iterations of {options.updates_per_iteration} updates",
+        f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
+        *rewarded,
+        *played,
+        *cut,
+        OF_A_CLUSTER if options.ray else memory_line(options, device, lambda: work_of_prompts(options, stores)),
+    ]
+
+
+# ---- from checked options to a run
+
 
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
     *(AnswerSlice, TextSlice, SamplingParams, PromptBatch, Replied, Answers, Failed, Experience),
-    *(Trajectory, Episode, Segment, UnderWay, Admission, Written, LeftOut, Collected, Wait),
+    *(Trajectory, Episode, Segment, InFlightGroup, Admission, Written, LeftOut, Collected, Wait),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )
 
 
 def train_rl(options: RLOptions, kind: type[Controller] = Controller) -> None:
-    options = as_played(as_recorded(options))
+    options = with_environment_defaults(with_recorded_options(options))
     if options.ray:
         from trimtab.train.rl.on_cluster import train_on_cluster  # Ray is imported only where it is asked for
 

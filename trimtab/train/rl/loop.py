@@ -23,23 +23,17 @@ from trimtab.rewards.types import RewardFailed
 from trimtab.train.endings import ended_badly, go_on_from
 from trimtab.train.garbage import what_is_there_stays
 from trimtab.train.pass_limit import NoRoom, PassLimit
-from trimtab.train.rl.asking import Asking
-from trimtab.train.rl.asynchronous.watchdog import Stalled
-from trimtab.train.rl.compiling import RoleCompiling
-from trimtab.train.rl.cut import mini_batches
+from trimtab.train.rl.async_client import RolloutStalled
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.failures import EnvironmentFailed
 from trimtab.train.rl.files import RunFiles
-from trimtab.train.rl.iteration import Counters, Iteration, row_of, timed
-from trimtab.train.rl.passes import Passes, counted, totals_of
-from trimtab.train.rl.probe import check_row, check_samples
-from trimtab.train.rl.publishing import publishing_of
-from trimtab.train.rl.recording import Sampled
-from trimtab.train.rl.role_groups import Roles
-from trimtab.train.rl.shaping import penalties, shape, trained, with_advantage
-from trimtab.train.rl.supply import Supply
-from trimtab.train.rl.text import TextMixture
+from trimtab.train.rl.micro_batches import MicroBatcher, TextMixture, counted, mini_batches, totals_of
+from trimtab.train.rl.roles import LayerCompilation
+from trimtab.train.rl.rollout_client import EnvironmentFailed, RolloutClient
+from trimtab.train.rl.source import RolloutSource, Sampled
+from trimtab.train.rl.state import Counters, Iteration, Roles, row_of, timed
+from trimtab.train.rl.token_advantages import compute_advantages, penalties, trained, with_advantage
+from trimtab.train.rl.weight_sync import check_row, check_samples, make_weight_sync
 
 
 class RLRun:
@@ -49,8 +43,8 @@ class RLRun:
         self,
         options: RLOptions,
         roles: Roles,
-        asking: Asking,
-        supply: Supply,
+        asking: RolloutClient,
+        supply: RolloutSource,
         order: SampleOrder,
         files: RunFiles,
         evaluation: Evaluation | None = None,
@@ -62,10 +56,10 @@ class RLRun:
         self.order, self.files, self.evaluation, self.text = order, files, evaluation, text
         self.counters = Counters(max(options.init_kl_coef, 0.0))
         self.iteration: Iteration | None = None
-        self.passes = Passes(options, larger_scoring=self.on_accelerator)
-        self.compiling = RoleCompiling(options, asking.stores["train"], files.total)
+        self.passes = MicroBatcher(options, larger_scoring=self.on_accelerator)
+        self.compiling = LayerCompilation(options, asking.stores["train"], files.total)
         self.schedule()
-        self.publishing = publishing_of(options, roles, asking.stores["train"], self.passes)
+        self.publishing = make_weight_sync(options, roles, asking.stores["train"], self.passes)
         self.publishing.connect()
         asking.mend = self.mend
         self.engine_is_checked = False
@@ -127,7 +121,7 @@ class RLRun:
                 raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "updates", self.files.folder))
         except CannotWrite as error:
             raise UserError(f"{error}; {self.files.rescue(*self.checkpoint())}") from error
-        except (RewardFailed, EnvironmentFailed, NoRoom, Stalled) as error:
+        except (RewardFailed, EnvironmentFailed, NoRoom, RolloutStalled) as error:
             try:
                 # After a lack of memory what processes hold together can be saved in parts, but not gathered.
                 where = go_on_from(self.save(export=not isinstance(error, NoRoom)))
@@ -197,7 +191,7 @@ class RLRun:
                 check_samples(experience, self.passes, self.roles.actor)
                 self.engine_is_checked = True
             self.score(experience)
-        figures |= self.shape(experience)
+        figures |= self.compute_advantages(experience)
         return self.iteration_class(experience, prompts, figures, seconds=seconds)
 
     def sample(self, stop: StopRequest) -> Sampled | None:
@@ -255,14 +249,14 @@ class RLRun:
         updated = self.counters.iteration >= self.options.freezing_actor_steps
         return updated and self.options.leaves_kl_to_update(accelerator=self.on_accelerator)
 
-    def shape(self, experience: Experience) -> dict[str, float]:
+    def compute_advantages(self, experience: Experience) -> dict[str, float]:
         """Rewards become advantages; what there is to say of them."""
         options, counters = self.options, self.counters
         if not options.running_reward_norm:
-            return shape(experience, options, counters.kl_coefficient)
+            return compute_advantages(experience, options, counters.kl_coefficient)
         rewards_E = experience.rewards_S[experience.firsts_E] - penalties(experience, options)
         counters.reward_moments = joined_moments(counters.reward_moments, rewards_E[experience.drawn_E])
-        return shape(experience, options, counters.kl_coefficient, counters.reward_moments)
+        return compute_advantages(experience, options, counters.kl_coefficient, counters.reward_moments)
 
     def updates_of(self, work: Iteration) -> list[list[int]]:
         """The samples of every update of an iteration: a pure function of its number."""

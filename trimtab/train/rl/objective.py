@@ -28,7 +28,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic
-from trimtab.train.rl.batches import AnswerBatch, TextBatch
+from trimtab.train.rl.micro_batches import AnswerBatch, TextBatch
 from trimtab.train.task import Share, Totals, counts_by_sequence
 
 

@@ -24,11 +24,9 @@ from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.train.checkpoint import newest_of_run
 from trimtab.train.endings import last_checkpoint, mark_of_newest
-from trimtab.train.rl.checks import check_shares
-from trimtab.train.rl.controller import Controller
-from trimtab.train.rl.description import layout_of_units
-from trimtab.train.rl.launch import RECORDS, set_up, train
-from trimtab.train.rl.places import places_of
+from trimtab.train.rl.checks import check_shares, places_of
+from trimtab.train.rl.launch import RECORDS, Controller, set_up, train
+from trimtab.train.rl.roles import layout_of_units
 
 LOOK_EVERY = 2.0  # seconds between two looks for resources that are to come back
 

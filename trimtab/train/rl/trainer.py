@@ -34,9 +34,9 @@ from trimtab.train.manifest import names_fingerprint
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import memory_guard, taking_back
 from trimtab.train.reference import Reference
-from trimtab.train.rl.batches import AnswerBatch, Slice, TextBatch, batches_of
+from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_share, text_share, value_share
-from trimtab.train.rl.sending import Sending
+from trimtab.train.rl.weight_sync import WeightSender
 from trimtab.train.task import Share, Totals
 from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
 
@@ -160,7 +160,7 @@ class PolicyTrainer(Trainer):
     called = "policy"
     model: Policy
     origin: Loaded | None = None  # what was read, before anything was learnt
-    sending: Sending | None = None  # to engines that are apart
+    sending: WeightSender | None = None  # to engines that are apart
 
     def __init__(self, options: RLOptions, *parts: Any):
         super().__init__(options, *parts)

@@ -17,7 +17,7 @@ from trimtab.models.proposal_policies import SharedBasePolicy, TwistedPolicy, Tw
 from trimtab.rewards.build import Parts, non_model_rewards
 from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.launch import load_job_tokenizer
-from trimtab.train.rl.builders import actor_of, has_reference, optimiser_of, rollouts_of, scorer
+from trimtab.train.rl.roles import actor_of, has_reference, optimiser_of, rollouts_of, scorer
 from trimtab.train.rl.trainer import PolicyTrainer
 from trimtab.train.tail.measures import BadWords, bad_tokens
 from trimtab.train.tail.proposal import (

@@ -4,13 +4,13 @@ import dataclasses
 
 from trimtab.config.jobs import TailOptions
 from trimtab.distributed.launcher import Unit
-from trimtab.train.rl.description import described, in_their_processes
+from trimtab.train.rl.roles import in_their_processes, make_units
 from trimtab.train.tail import builders
 
 
 def tail_units_of(options: TailOptions, processes: int) -> list[Unit]:
     """Those of an RL run, with more beside the policy, and the policy as it was where only held-out answers need it."""
-    actor, *others = described(options)
+    actor, *others = make_units(options)
     start = builders.name_of_start(options)
     roles = ["actor", "rollouts"]
     if start and options.lora_rank > 0:

@@ -12,11 +12,9 @@ from trimtab.models.load import fake_policy
 from trimtab.models.policy import Policy
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.launch import load_job_tokenizer
-from trimtab.train.rl.asking import Asking
-from trimtab.train.rl.controller import Controller
-from trimtab.train.rl.launch import train_rl
-from trimtab.train.rl.rehearsal import rehearse_rl
-from trimtab.train.rl.supply import Supply
+from trimtab.train.rl.launch import Controller, rehearse_rl, train_rl
+from trimtab.train.rl.rollout_client import RolloutClient
+from trimtab.train.rl.source import RolloutSource
 from trimtab.train.tail.description import tail_units_of
 from trimtab.train.tail.files import TailFiles
 from trimtab.train.tail.loop import TailRoles, TailRun
@@ -68,8 +66,8 @@ class TailController(Controller):
     def make_run(
         self,
         groups: dict[str, Group],
-        asking: Asking,
-        supply: Supply,
+        asking: RolloutClient,
+        supply: RolloutSource,
         sampling: SamplingParams,
         manifest: dict,
         *more: Any,

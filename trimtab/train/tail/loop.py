@@ -17,12 +17,11 @@ from trimtab.config.tail import PUSHING
 from trimtab.distributed.launcher import Group
 from trimtab.interrupts import StopRequest
 from trimtab.rollout.sampling import SamplingParams, request_seed
-from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.iteration import Iteration, timed
 from trimtab.train.rl.loop import RLRun
-from trimtab.train.rl.role_groups import Roles
-from trimtab.train.rl.shaping import with_advantage
+from trimtab.train.rl.rollout_client import RolloutClient
+from trimtab.train.rl.state import Iteration, Roles, timed
+from trimtab.train.rl.token_advantages import with_advantage
 from trimtab.train.tail.files import TailFiles
 from trimtab.train.tail.measures import Measures
 from trimtab.train.tail.shaping import at_progress, badness, pushing, shape_own, shape_proposed
@@ -76,10 +75,10 @@ class TailRun(RLRun):
         self.sampling, self.measures = sampling, measures
         self.asking_proposal = self._asking_proposal()
 
-    def _asking_proposal(self) -> Asking | None:
+    def _asking_proposal(self) -> RolloutClient | None:
         if self.roles.proposal_rollouts is None:
             return None
-        return Asking(self.asking.stores, self.asking.tokenizer, self.roles.proposal_rollouts, self.roles.reward)
+        return RolloutClient(self.asking.stores, self.asking.tokenizer, self.roles.proposal_rollouts, self.roles.reward)
 
     def speak_to(self, groups: dict[str, Group]) -> None:
         super().speak_to(groups)
@@ -111,9 +110,9 @@ class TailRun(RLRun):
         work.bad_texts += self.files.bad_texts(work.experience)
         return work
 
-    def shape(self, experience: Experience) -> dict[str, float]:
+    def compute_advantages(self, experience: Experience) -> dict[str, float]:
         if self.is_ppo:
-            return super().shape(experience) | badness(experience, self.options)
+            return super().compute_advantages(experience) | badness(experience, self.options)
         return shape_own(experience, self.in_force, self.counters.kl_coefficient)
 
     # ---- the proposal's

@@ -25,8 +25,8 @@ from trimtab.evaluate.bad_words import log_bad_probability
 from trimtab.evaluate.tail_risk import mean, probability_below, rare_event
 from trimtab.models.policy import Policy
 from trimtab.rollout.sampling import request_seed
-from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.rollout_client import RolloutClient
 from trimtab.train.tail.prompts import HELD_OUT
 
 SEED = 0x7A11  # the same streams in every run, so that two differ by the model alone
@@ -97,7 +97,7 @@ class Measures:
     def thresholds(self) -> tuple[float, ...]:
         return THRESHOLDS if self.options.bad_threshold is None else (self.options.bad_threshold,)
 
-    def answers(self, run: Any, asking: Asking, stream: int) -> Experience | None:
+    def answers(self, run: Any, asking: RolloutClient, stream: int) -> Experience | None:
         assert self.held_out is not None
         rows = range(len(self.held_out))
         requests = [

@@ -17,7 +17,7 @@ from trimtab.distributed.fsdp import whole
 from trimtab.models.packed import scoring
 from trimtab.models.proposal_policies import TwistedPolicy, TwistModel
 from trimtab.train.pass_limit import memory_guard
-from trimtab.train.rl.batches import Slice, batches_of
+from trimtab.train.rl.micro_batches import Slice, batches_of
 from trimtab.train.rl.trainer import PolicyTrainer, fetched
 from trimtab.train.tail.objective import policy_share, twist_share
 from trimtab.train.task import Share, Totals

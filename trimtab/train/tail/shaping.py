@@ -30,7 +30,7 @@ from trimtab.algos.tail import (
 )
 from trimtab.config.jobs import TailOptions
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.shaping import described
+from trimtab.train.rl.token_advantages import reward_metrics
 
 Figures = dict[str, float]
 
@@ -48,7 +48,7 @@ def shape_own(experience: Experience, options: TailOptions, kl_coefficient: floa
     against = partial(reinforce_advantages, baseline=baseline[options.reinforce_baseline_type])
     advantages_S = for_answers(against, groups_S, returns_S)
     raw_S = answer_returns(experience.rewards_S, kl_N, kl_coefficient, owners_N)
-    figures = described(experience, rewards_S, raw_S, kl_N)
+    figures = reward_metrics(experience, rewards_S, raw_S, kl_N)
     if options.method == "base_proposal":
         weights_S = weights_of(experience, options)
         advantages_S = advantages_S + pushed(weights_S, experience, options)

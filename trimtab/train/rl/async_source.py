@@ -1,0 +1,385 @@
+"""Which groups are written, and which are trained next: numbers alone, no tokens.
+
+Every prompt has a *place* in the order of the data. The weights have a *version*: the iterations done. B groups are a
+batch, D batches may be under way ahead of the one that is wanted, and S bounds the age of what is trained.
+
+    admitted     in the order of the data, while the groups that are neither trained nor left out, with those in hand,
+                 are fewer than (1 + D) B; never more than the iterations that are left can train
+    age          the iteration that trains a group less the version it was admitted with: at least that of each token
+    batch t      the oldest B finished groups, as soon as for every d in t..t+S the groups left behind whose age would
+                 be S in iteration d or before are at most the (d - t) B that will have been trained by then
+
+Whoever is left behind can therefore still be trained in time, by waiting for the oldest: the age is never above S,
+nothing that is finished is thrown away, and with S >= D nobody waits for ever. A group that is filtered, or whose
+environment failed, frees its place at once, and the next prompt is admitted.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.config.jobs import RLOptions
+from trimtab.data.order import SampleOrder
+from trimtab.errors import UserError
+from trimtab.interrupts import StopRequest
+from trimtab.rewards.types import RewardResult
+from trimtab.rollout.sampling import SamplingParams, request_seed
+from trimtab.train.rl.async_client import STORE, AsyncClient, RemoteAsyncClient, Watchdog
+from trimtab.train.rl.async_groups import (
+    InFlightGroup,
+    fitting,
+    partials_from_disk,
+    partials_on_disk,
+    whole_from_disk,
+    whole_on_disk,
+)
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.rollout_client import Failures, RolloutClient
+from trimtab.train.rl.rollout_files import Told
+from trimtab.train.rl.rollout_worker import Answers
+from trimtab.train.rl.source import RolloutSource, Sampled, useful_groups
+
+
+@dataclass
+class Ledger:
+    batch_size: int  # B
+    ahead: int  # D
+    bound: int  # S
+    places: int  # in all
+    iterations: int  # that the run will have at most
+    iteration: int = 0  # the one that is sampled or trained
+    admitted: int = 0  # places, in their order
+    versions: dict[int, int] = field(default_factory=dict)
+    """Of every group that is admitted and neither filtered nor chosen, in the order of their places."""
+    finished: set[int] = field(default_factory=set)  # those of them that can be trained
+    filtered: list[int] = field(default_factory=list)  # since a batch was chosen
+    failed: list[int] = field(default_factory=list)  # since then, too
+    in_hand: bool = False  # whether this iteration's batch has been chosen
+
+    def __post_init__(self) -> None:
+        assert self.batch_size > 0 and 0 < self.ahead <= self.bound, "where nothing outlives an update, none is needed"
+
+    def begin(self, iteration: int) -> None:
+        """This one's batch is wanted next; all before it are trained."""
+        assert iteration >= self.iteration
+        self.in_hand = self.in_hand and iteration == self.iteration
+        self.iteration = iteration
+
+    # ---- who is written
+
+    def admit(self) -> list[int]:
+        """The places of the groups that are begun now."""
+        batches = min(1 + self.ahead, self.iterations - self.iteration) - self.in_hand
+        room = min(batches * self.batch_size - len(self.versions), self.places - self.admitted)
+        found = list(range(self.admitted, self.admitted + max(room, 0)))
+        self.versions |= dict.fromkeys(found, self.iteration)
+        self.admitted += len(found)
+        return found
+
+    def finish(self, place: int) -> None:
+        assert place in self.versions and place not in self.finished, "each place once"
+        self.finished.add(place)
+
+    def filter(self, place: int) -> None:
+        """It is of no use."""
+        del self.versions[place]
+        self.finished.discard(place)
+        self.filtered.append(place)
+
+    def fail(self, place: int) -> None:
+        """Its environment failed, and it cannot be trained."""
+        assert place not in self.finished, "it was never whole"
+        del self.versions[place]
+        self.failed.append(place)
+
+    # ---- who is trained
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether every place has been admitted."""
+        return self.admitted >= self.places  # more, if there are fewer now than before a resume
+
+    def batch(self) -> list[int] | None:
+        """The places of the next batch: fewer than B only at the end of the data. None: it is not there yet."""
+        assert not self.in_hand
+        wanted = min(self.batch_size, len(self.versions)) if self.is_spent else self.batch_size
+        if len(self.finished) < wanted:
+            return None
+        chosen = list(islice((place for place in self.versions if place in self.finished), wanted))
+        return chosen if self.leaves_time(chosen) else None
+
+    def leaves_time(self, chosen: Iterable[int]) -> bool:
+        """Whether all others can be trained before they are too old, if these are trained now."""
+        taken = set(chosen)
+        last = Counter(version + self.bound for place, version in self.versions.items() if place not in taken)
+        due = sum(count for iteration, count in last.items() if iteration < self.iteration)
+        for later in range(self.bound + 1):
+            due += last[self.iteration + later]
+            if due > later * self.batch_size:
+                return False
+        return True
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether everybody can still be trained within the bound: always so, unless another one is given on resume."""
+        if min(self.versions.values(), default=self.iteration) + self.bound < self.iteration:
+            return False
+        return self.leaves_time([] if self.in_hand else islice(self.versions, self.batch_size))
+
+    def take(self, chosen: Iterable[int]) -> dict[int, int]:
+        """These are trained in this iteration; their versions."""
+        self.in_hand = True
+        self.filtered, self.failed = [], []
+        self.finished.difference_update(chosen)
+        return {place: self.versions.pop(place) for place in chosen}
+
+    def put_back(self, versions: dict[int, int], filtered: list[int], failed: list[int]) -> None:
+        """These were taken, and are not trained after all; `filtered`, `failed`: those that were before."""
+        self.in_hand = False
+        self.versions = dict(sorted((self.versions | versions).items()))
+        self.finished.update(versions)
+        self.filtered, self.failed = filtered + self.filtered, failed + self.failed
+
+    # ---- in a checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the settings, as JSON has it."""
+        return {
+            "iteration": self.iteration,
+            "admitted": self.admitted,
+            "versions": list(map(list, self.versions.items())),
+            "finished": sorted(self.finished),
+            "filtered": list(self.filtered),
+            "failed": list(self.failed),
+            "in_hand": self.in_hand,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.iteration, self.admitted, self.in_hand = state["iteration"], state["admitted"], state["in_hand"]
+        self.versions = {place: version for place, version in state["versions"]}
+        self.finished, self.filtered = set(state["finished"]), list(state["filtered"])
+        self.failed = list(state.get("failed", []))  # earlier versions had no environments
+
+
+# ---- the source
+
+
+class AsyncSource(RolloutSource):
+    exact = False  # older weights have drawn some of it
+
+    def __init__(
+        self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, asking: RolloutClient, iterations: int
+    ):
+        """`order`: the prompts one by one, over all episodes; `iterations`: of the run."""
+        self.options, self.order, self.sampling, self.asking = options, order, sampling, asking
+        assert options.async_staleness is not None, "settled"
+        self.ledger = Ledger(
+            options.rollout_batch_size, options.async_queue_size, options.async_staleness, order.steps, iterations
+        )
+        self.watchdog = Watchdog(options.async_timeout)
+        self.writers = AsyncClient(asking, sampling)
+        if options.engines_apart:
+            self.writers = RemoteAsyncClient(asking, sampling, self.watchdog)
+        self.written: dict[int, Answers] = {}  # by place: whole, but not judged by the reward models
+        self.judged: dict[int, Experience] = {}
+        self.handed_out: dict[int, Experience] = {}  # the last batch, until it is trained
+        self.last: dict[str, list[int]] | None = None  # what it has settled
+        self.failures = Failures(options)  # since the last batch
+        self.clock = Clock()
+
+    # ---- the next batch
+
+    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
+        ledger = self.ledger
+        if self.handed_out:  # and nothing was learnt from it, since roles had to be built anew
+            self._put_back()
+        ledger.begin(iteration)
+        ledger.admitted = max(ledger.admitted, prompts_used)  # a synchronous run, that goes on from here as this one
+        self.watchdog.moved()
+        with self.clock.waiting():
+            while (chosen := self._batch()) is None:
+                self._admit()
+                self.writers.go_on()
+                if stop.signal or not self._collect() or stop.signal:
+                    return None
+        filtered, failed = list(ledger.filtered), list(ledger.failed)
+        versions = ledger.take(chosen)
+        self.last = {"trained": chosen, "versions": list(versions.values()), "filtered": filtered}
+        self.last |= {"failed": failed} if self.options.plays else {}
+        if self.writers.apart:
+            self._admit()  # they write on while these are trained
+        else:
+            self.writers.pause()
+        figures = self._figures([iteration - version for version in versions.values()])
+        if self.options.dynamic_filtering:
+            figures["filtered_groups"] = float(len(filtered))
+        figures |= self.failures.figures()
+        self.failures = Failures(self.options)
+        prompts = len(chosen) + len(filtered) + len(failed)
+        if not chosen:
+            return None, prompts, figures
+        self.handed_out = {place: self.judged.pop(place) for place in chosen}
+        return Experience.joined(list(self.handed_out.values())), prompts, figures
+
+    def _put_back(self) -> None:
+        assert self.last is not None
+        versions = dict(zip(self.last["trained"], self.last["versions"]))
+        self.ledger.put_back(versions, self.last["filtered"], self.last.get("failed", []))
+        self.judged |= self.handed_out
+        self.handed_out, self.last = {}, None
+
+    def _batch(self) -> list[int] | None:
+        # Reward models may share devices with the engine: what it has written is judged when it pauses.
+        if self.asking.reward_models is None or self.writers.apart:
+            self._judge()
+        chosen = self.ledger.batch()
+        if chosen is None or not self.written:
+            return chosen
+        self.writers.pause()
+        self._judge()
+        return self.ledger.batch()
+
+    def _admit(self) -> None:
+        groups = []
+        for place in self.ledger.admit():
+            row, seed = self.order.step_samples(place)[0], request_seed(self.options.seed, place)
+            groups.append(InFlightGroup(place, self.ledger.iteration, row, seed))
+        self.writers.admit(groups)
+
+    def _collect(self) -> bool:
+        """Have them write for a while. False: told to stop."""
+        news = self.writers.collect()
+        for group in news.written:
+            self.written[group.place] = group.answers
+            self.ledger.finish(group.place)
+        for left_out in news.left_out:
+            self.ledger.fail(left_out.place)
+        self.clock.add(news.seconds, news.read_again)
+        if news.problem is not None:
+            with self.asking.placed(STORE):
+                raise news.problem
+        if news.written or news.left_out or news.drawn:
+            self.watchdog.moved()
+        elif not news.stopped:
+            self.watchdog.check(self.writers.waits)
+        for left_out in news.left_out:
+            where = self.asking.stores[STORE].place(self.order.step_samples(left_out.place)[0])
+            self.failures.add([f"{left_out.words}; its prompt stands in {where}"], left_out.episodes)
+        return not news.stopped
+
+    def _judge(self) -> None:
+        """Rewards for what is written; what teaches nothing makes room."""
+        if not self.written:
+            return
+        parts = list(self.written.values())
+        results = [RewardResult.joined(found) for found in zip(*(part.results for part in parts))]
+        answers = Answers(Experience.joined([part.experience for part in parts]), results)
+        experience = self.asking.judged(answers, STORE)
+        useful = set(useful_groups(experience, self.options))
+        for group, place in enumerate(self.written):
+            if group in useful:
+                self.judged[place] = experience.take(experience.samples_of([group]))
+            else:
+                self.ledger.filter(place)
+        self.written = {}
+        self.watchdog.moved()
+
+    def _figures(self, ages: list[int]) -> dict[str, float]:
+        found = {"age": sum(ages) / len(ages), "age_max": float(max(ages))} if ages else {}
+        return found | {"under_way": float(len(self.ledger.versions)), **self.clock.figures(apart=self.writers.apart)}
+
+    # ---- what outlives an update
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        if not self.writers.writing:
+            yield
+            return
+        drained = not self.options.partial_rollout
+        self.watchdog.moved()
+        with self.clock.waiting():
+            while not self.writers.pause(drained=drained):
+                drained = self._collect() and drained  # told to stop, nobody waits for answers to end
+        yield
+        self.writers.go_on()
+
+    def trained(self) -> None:
+        self.handed_out = {}
+
+    def settled(self) -> dict[str, list[int]] | None:
+        return self.last
+
+    def spans(self) -> dict[int, list[Told]]:
+        return self.writers.spans()
+
+    def built_anew(self) -> None:
+        self.writers.built_anew()
+
+    def engine_replaced(self) -> None:
+        self.writers.engine_replaced()
+
+    def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if self.handed_out and not in_hand:
+            self._put_back()
+        drafts, under_way = partials_on_disk(self.writers.unfinished())
+        columns, whole = whole_on_disk(self.judged, self.written)
+        state = {"ledger": self.ledger.state(), "bound": self.ledger.bound, "last": self.last}
+        state |= {"failed_episodes": self.failures.episodes} if self.options.plays else {}
+        return drafts | columns, {**state, "under_way": under_way, "whole": whole}
+
+    def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self.ledger.restore(state["ledger"])
+        if not self.ledger.is_in_time:
+            raise UserError(
+                f"--async_staleness {self.ledger.bound}: answers of the checkpoint would be older when they are "
+                f"trained; give {state['bound']} and the --rollout_batch_size of before"
+            )
+        self.last = state["last"]
+        self.failures.episodes = state.get("failed_episodes", 0)  # a run that they have ended may go on
+        drafts = {name: column for name, column in tensors.items() if name.startswith("drafts/")}
+        columns = {name: column for name, column in tensors.items() if name not in drafts}
+        self.judged, self.written = whole_from_disk(columns, state["whole"])
+        self.writers.admit([fitting(group, self.sampling) for group in partials_from_disk(drafts, state["under_way"])])
+
+
+class Clock:
+    """Where the time between two batches went."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None  # when the first was wanted, or the last handed out
+        self._reset()
+
+    def _reset(self) -> None:
+        self._wanted = 0.0  # seconds in which a batch was waited for
+        self._busy: list[float] = []  # seconds of each engine
+        self._read_again = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        began = time.monotonic()
+        self._began = self._began or began
+        yield
+        self._wanted += time.monotonic() - began
+
+    def add(self, busy: list[float], read_again: int) -> None:
+        self._busy = [a + b for a, b in zip(self._busy, busy)] if self._busy else list(busy)
+        self._read_again += read_again
+
+    def figures(self, *, apart: bool) -> dict[str, float]:
+        """Since the last batch. `apart`: the trainer has nothing to do while it waits; else it writes."""
+        now, wanted, busy = time.monotonic(), self._wanted, self._busy or [0.0]
+        assert self._began is not None, "it was waited for"
+        whole = max(now - self._began, 1e-9)
+        idle = wanted if apart else max(0.0, wanted - max(busy))
+        found = {"waiting": idle / whole, "read_again": float(self._read_again)}
+        if apart:
+            found["engine_busy"] = sum(busy) / len(busy) / whole
+        self._began = now
+        self._reset()
+        return found

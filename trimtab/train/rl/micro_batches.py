@@ -1,0 +1,365 @@
+"""What an update of the policy learns from: micro-batches of answers and of text, and how they travel.
+
+Answers bring columns of their drawn tokens in `extra` (advantages_N, sampled_N and others); text has its tokens alone.
+A process is sent a *slice*: the tokens of all its passes as they will lie in their rows. It makes the micro-batches
+itself, one at a time.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.config.jobs import RLOptions
+from trimtab.data.batches import Example, TokenBatch
+from trimtab.data.order import SampleOrder
+from trimtab.data.packing import chunk, pack
+from trimtab.data.sources import load_rows
+from trimtab.data.token_store import TokenStore
+from trimtab.data.tokens import build_sft_store
+from trimtab.distributed.launcher import Group
+from trimtab.distributed.process_group import deal
+from trimtab.plan.workload import scoring_tokens
+from trimtab.train.pass_limit import FLAGS, BeginAnew, NoRoom, PassLimit, Result, until_it_fits
+from trimtab.train.rl.experience import Experience, Trajectories, joined, runs
+
+
+class AnswerBatch(TokenBatch):
+    """Sampled answers after their prompts."""
+
+
+class TextBatch(TokenBatch):
+    """Text that is learnt beside the answers (PTX)."""
+
+
+@dataclass
+class Slice:
+    ids_T: Tensor  # int32
+    trained_T: Tensor
+    lengths_S: Tensor  # tokens that a sequence has of its own
+    borrowed_S: Tensor  # tokens that it borrows from the one before
+    samples: list[int]  # how many sequences each pass has
+    weights: list[float]  # what each pass counts: 1 or 0
+    columns: dict[str, Tensor] = field(default_factory=dict)  # over the trained tokens
+
+    batch_class: ClassVar[type[TokenBatch]]
+
+    def batches(self) -> Iterator[TokenBatch]:
+        """The micro-batches, one after another."""
+        ids, trained = self.ids_T.numpy(), self.trained_T.numpy()
+        lengths, borrowed = self.lengths_S.numpy(), self.borrowed_S.numpy()
+        places = zip(*(_slices(counts) for counts in (self.samples, self.tokens, self.trained)))
+        for (sequences, row, among), weight in zip(places, self.weights):
+            extra = {name: column[among] for name, column in self.columns.items()}
+            batch = self.batch_class.of_row(ids[row], trained[row], lengths[sequences], borrowed[sequences], **extra)
+            batch.weight = weight
+            yield batch
+
+    @property
+    def tokens(self) -> list[int]:
+        """How many each pass has in its row."""
+        return _sums(self.lengths_S, self.samples)
+
+    @property
+    def trained(self) -> list[int]:
+        """How many of them are trained."""
+        return _sums(self.trained_T, self.tokens)
+
+
+class AnswerSlice(Slice):
+    batch_class = AnswerBatch
+
+
+class TextSlice(Slice):
+    batch_class = TextBatch
+
+    @classmethod
+    def of(cls, passes: Sequence[Sequence[Example]], weights: list[float]) -> "TextSlice":
+        examples = [example for part in passes for example in part]
+        lengths_S = torch.tensor([len(ids) for ids, _ in examples])
+        trained = np.concatenate([mask for _, mask in examples])
+        trained[(lengths_S.cumsum(0) - lengths_S).numpy()] = False  # nothing predicts the first token
+        ids_T = torch.from_numpy(np.concatenate([ids for ids, _ in examples]).astype(np.int32))
+        counts = [len(part) for part in passes]
+        return cls(ids_T, torch.from_numpy(trained), lengths_S, torch.zeros_like(lengths_S), counts, weights)
+
+
+def _slices(counts: list[int]) -> list[slice]:
+    return [slice(start, end) for start, end in itertools.pairwise(itertools.accumulate(counts, initial=0))]
+
+
+def _sums(values: Tensor, counts: list[int]) -> list[int]:
+    """Of the first so many, the next so many, and so on; never of none."""
+    starts = [part.start for part in _slices(counts)]
+    return np.add.reduceat(values.numpy(), starts, dtype=np.int64).tolist()
+
+
+def make_slice(experience: Trajectories, passes: Sequence[Sequence[int] | None], *columns: str) -> AnswerSlice:
+    """The passes of one process, with these columns of their drawn tokens. Samples that have the prompt of the one
+    before share its tokens. None: with fewer samples than processes, one takes part with a sample that counts for
+    nothing."""
+    samples = [i for part in passes for i in part or [0]]
+    counts = [len(part or [0]) for part in passes]
+    chosen = torch.tensor(samples)
+    prompts_S = torch.tensor(experience.prompts)[chosen]
+    shares_S = torch.zeros(len(samples), dtype=torch.bool)
+    shares_S[1:] = prompts_S[1:] == prompts_S[:-1]
+    shares_S[torch.tensor([0, *counts[:-1]]).cumsum(0)] = False  # a pass's first
+    borrowed_S = torch.where(shares_S, experience.prompt_lengths_S[chosen], 0)
+    lengths_S = experience.sequence_lengths_S[chosen] - borrowed_S
+    rows, drawn = runs(experience.offsets_S[chosen] + borrowed_S, lengths_S), experience.drawn_of(chosen)
+    return AnswerSlice(
+        joined(experience.ids_T, rows),
+        joined(experience.drawn_T, rows),
+        lengths_S,
+        borrowed_S,
+        counts,
+        [0.0 if part is None else 1.0 for part in passes],
+        {name: joined(getattr(experience, name), drawn) for name in columns},
+    )
+
+
+def batches_of(slices: Sequence[Slice]) -> Iterator[TokenBatch]:
+    for part in slices:
+        yield from part.batches()
+
+
+# ---- which samples form an optimizer step, and which a micro-batch
+
+
+def mini_batches(experience: Experience, at_once: int, seed: Sequence[int]) -> list[list[int]]:
+    """The samples of a rollout in optimiser steps of `at_once` whole groups, in random order."""
+    groups = np.random.default_rng(seed).permutation(experience.groups)
+    steps = [groups[i : i + at_once] for i in range(0, len(groups), at_once)]
+    return [experience.samples_of(sorted(step.tolist())) for step in steps]
+
+
+def micro_batches(
+    experience: Trajectories, samples: Sequence[int], *, count: int, budget: int | None
+) -> list[list[int]]:
+    """Passes of at most `budget` tokens, or of `count` samples."""
+    pieces = _pieces(experience, samples, count=count, budget=budget)
+    if budget is None:
+        order = sorted(pieces, key=lambda piece: -cost(experience, piece))
+        passes: list[list[int]] = []
+        for piece in order:
+            if passes and len(passes[-1]) + len(piece) <= count:
+                passes[-1] += piece
+            else:
+                passes.append(list(piece))
+        return passes
+    return packed(experience, pieces, budget)
+
+
+def packed(experience: Trajectories, pieces: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
+    """Passes of at most `budget` tokens, none of which has only a part of a piece."""
+    costs = [cost(experience, piece) for piece in pieces]
+    return [[i for member in members for i in pieces[member]] for members in pack(costs, budget)]
+
+
+def _pieces(experience: Trajectories, samples: Sequence[int], *, count: int, budget: int | None) -> list[list[int]]:
+    """Runs of answers to one prompt, as long as a pass can hold."""
+    pieces: list[list[int]] = []
+    before, tokens = None, 0  # of the last piece
+    for i in samples:
+        prompt, own, after = experience.costs[i]
+        same = prompt == before
+        if same and (len(pieces[-1]) < count if budget is None else tokens + after <= budget):
+            pieces[-1].append(i)
+            tokens += after
+        else:
+            pieces.append([i])
+            before, tokens = prompt, own + after
+    return pieces
+
+
+def cost(experience: Trajectories, samples: Sequence[int]) -> int:
+    """Tokens that these samples take in a row."""
+    tokens, before = 0, None
+    for i in samples:
+        prompt, own, after = experience.costs[i]
+        tokens += after + (0 if prompt == before else own)
+        before = prompt
+    return tokens
+
+
+def halves(samples: list[int]) -> list[list[int]]:
+    middle = len(samples) // 2
+    return [samples[:middle], samples[middle:]] if middle else [samples]
+
+
+# ---- micro-batches sent to the processes of a role
+
+
+Parts = Sequence[Sequence[Slice]]  # of every process, with as many passes for each
+
+
+class MicroBatcher:
+    def __init__(self, options: RLOptions, *, larger_scoring: bool = False):
+        """`larger_scoring`: passes of scoring may be larger than those of training where nobody said how large."""
+        self.options, self.larger_scoring = options, larger_scoring
+        self.limit = PassLimit()
+        self._role: Group | None = None  # of the last call
+        self._sent: list[tuple[int, int]] = []  # (tokens, samples) of its passes
+
+    # ---- what a role is asked
+
+    def fill(
+        self,
+        experience: Experience,
+        column: str,
+        role: Group,
+        method: str,
+        samples_S: Tensor | None = None,
+        **shared: Any,
+    ) -> None:
+        """A column of tokens from what a role says of every sample, or of those that `samples_S` marks."""
+        options = self.options
+        count = options.micro_value_batch_size if method == "values" else options.micro_logprob_batch_size
+        count = count or options.micro_rollout_batch_size
+        by_tokens = self.scoring_budget() is not None
+
+        def ask() -> None:
+            asked_S = experience.lengths_S > 0 if samples_S is None else samples_S & (experience.lengths_S > 0)
+            asked = asked_S.nonzero()[:, 0].tolist()
+            shares = self._shares(role, experience, asked, count, self.scoring_budget())
+            parts = [[make_slice(experience, share)] for share in shares]
+            pieces = []
+            for share, values in zip(shares, self.send(role, method, parts, **shared)):
+                pieces += [(samples, found) for samples, found in zip(share, values) if samples]
+            experience.put(column, pieces)
+
+        self.until_they_fit(ask, by_tokens=by_tokens, of="scoring")
+
+    def send(self, role: Group, method: str, parts: Parts, **shared: Any) -> list[Any]:
+        slices = [found for part in parts for found in part]
+        self._role, self._sent = role, [size for found in slices for size in zip(found.tokens, found.samples)]
+        return role.call(method, parts, **shared)
+
+    def until_they_fit(
+        self, attempt: Callable[[], Result], *, by_tokens: bool | None = None, of: str = "training"
+    ) -> Result:
+        """The result of an attempt that cuts and sends; again with smaller passes each time memory was short."""
+        if by_tokens is None:
+            by_tokens = self.token_budget() is not None
+        return until_it_fits(attempt, lambda why: self._shrink(why, by_tokens, of))
+
+    def _shrink(self, why: str, by_tokens: bool, of: str) -> None:
+        assert self._role is not None
+        several = self._role.reinit_process_group()
+        if not self.limit.halve(self._sent, by_tokens=by_tokens):
+            longest = max(tokens for tokens, _ in self._sent)
+            raise NoRoom(
+                f"a pass of one answer, {longest:,} tokens with its prompt, does not fit into memory ({why}); lower "
+                f"--generate_max_len or --prompt_max_len; {FLAGS}"
+            )
+        print(f"out of memory: begun anew in passes of at most {self.limit}; one of {of} did not fit", flush=True)
+        if several:
+            raise BeginAnew
+
+    # ---- how it is cut
+
+    def parts(self, role: Group, experience: Experience, samples: Sequence[int], *columns: str) -> Parts:
+        """An update's slices."""
+        shares = self._shares(role, experience, samples, self.options.micro_train_batch_size, self.token_budget())
+        return [[make_slice(experience, share, *columns)] if share else [] for share in shares]
+
+    def _shares(
+        self, role: Group, experience: Experience, samples: Sequence[int], count: int, budget: int | None
+    ) -> list[list[list[int] | None]]:
+        """The samples of every pass of every process."""
+        if not samples:  # every process takes part in a step
+            return [[None] for _ in range(role.size)]
+        count = self.limit.of_samples(count)
+        budget = None if budget is None else self.limit.of_tokens(budget)
+        cut = micro_batches(experience, samples, count=count, budget=budget)
+        return deal(cut, role.size, lambda part: cost(experience, part), halves)
+
+    def scoring_budget(self) -> int | None:
+        """Of a pass of scoring, by what the options say; None: passes have a number of samples."""
+        options, budget = self.options, self.options.rollout_max_tokens_per_gpu
+        if budget is None and (not options.use_dynamic_batch or options.train_max_tokens_per_gpu is None):
+            return None
+        budget = budget or options.train_max_tokens_per_gpu
+        assert budget is not None
+        if self.larger_scoring and "rollout_max_tokens_per_gpu" not in options.given:
+            budget = scoring_tokens(budget)
+        return options.row_tokens(budget)
+
+    def token_budget(self) -> int | None:
+        """Of a pass of an update; None: passes have a number of samples."""
+        if not self.options.use_dynamic_batch or self.options.train_max_tokens_per_gpu is None:
+            return None
+        return self.limit.of_tokens(self.options.row_tokens(self.options.train_max_tokens_per_gpu))
+
+
+def counted(what: str, *parts: Sequence[Slice]) -> float:
+    """`tokens` or `trained` ones of all passes that count for something."""
+    slices = [found for part in parts for found in part]
+    return math.fsum(n * weight for found in slices for n, weight in zip(getattr(found, what), found.weights))
+
+
+def totals_of(experience: Experience, samples: list[int]) -> dict[str, float]:
+    """What means are over; of an update of nothing, 1."""
+    answers = len(experience.episodes_S[samples].unique())
+    return {"tokens": max(float(experience.lengths_S[samples].sum()), 1.0), "answers": max(float(answers), 1.0)}
+
+
+# ---- --pretrain_data: text trained together with the samples (PTX)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TextOptions:
+    """How the rows are read: every token is learnt and there is no template."""
+
+    input_key: str
+    max_len: int
+    output_key: str | None = None
+    input_template: str | None = None
+    apply_chat_template: bool = False
+    multiturn: bool = False
+    pretrain_mode: bool = True
+
+
+def load_text(options: RLOptions, tokenizer: Any) -> tuple[TokenStore, Any]:
+    """The rows as tokens, and the report of what became of them."""
+    assert options.pretrain_data is not None
+    rows = load_rows(
+        options.pretrain_data,
+        probabilities=options.pretrain_data_probs if "," in options.pretrain_data else None,
+        split=options.pretrain_split,
+        max_samples=options.max_samples,
+        seed=options.seed,
+        flag="--pretrain_data",
+    )
+    longest = options.prompt_max_len + options.generate_max_len
+    return build_sft_store(rows, tokenizer, _TextOptions(options.input_key, longest), what="pre-training")
+
+
+class TextMixture:
+    def __init__(self, store: TokenStore, options: RLOptions):
+        self.store, self.options = store, options
+        self._order = SampleOrder(len(store), options.train_batch_size, 1, options.seed)
+
+    def parts(self, step: int, processes: int, passes: MicroBatcher) -> list[TextSlice]:
+        """The text of an update for every process, with as many passes for each."""
+        epoch, index = divmod(step, self._order.steps_per_epoch)
+        order = dataclasses.replace(self._order, seed=self._order.seed + epoch)
+        samples = order.step_samples(index)
+        lengths = [int(length) for length in self.store.lengths[samples]]
+        budget = passes.token_budget()
+        count = passes.limit.of_samples(self.options.micro_train_batch_size)
+        cut = chunk(lengths, count) if budget is None else pack(lengths, budget)
+        cut_samples = [[samples[i] for i in members] for members in cut]
+        shares = deal(cut_samples, processes, lambda part: int(self.store.lengths[part].sum()), halves)
+        return [self._slice(share) for share in shares]
+
+    def _slice(self, share: list[list[int] | None]) -> TextSlice:
+        examples = [[self.store.example(i) for i in part or [0]] for part in share]
+        return TextSlice.of(examples, [1.0 if part else 0.0 for part in share])

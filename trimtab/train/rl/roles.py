@@ -1,0 +1,335 @@
+"""The environment of a run: the engine of its episodes, and its rows if no prompts are given.
+
+Modules of environments are imported only if the options name one.
+"""
+
+import copy
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.config.jobs import RLOptions
+from trimtab.config.sources import listed
+from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
+from trimtab.distributed.fsdp import GRADIENT_DTYPES
+from trimtab.distributed.launcher import Place, Unit
+from trimtab.distributed.process_group import Peers
+from trimtab.distributed.ray.placement import Layout
+from trimtab.errors import UserError
+from trimtab.models.load import Loaded, fake_policy, load_policy, load_reward_model
+from trimtab.models.policy import Policy
+from trimtab.models.reward import Critic
+from trimtab.models.rotary import generated_context
+from trimtab.plan.layouts import layout_of
+from trimtab.rewards.build import Parts, non_model_rewards, reward_models
+from trimtab.rollout.engine import Engine
+from trimtab.rollout.factory import build_engine, build_vllm_engine, engine_environment
+from trimtab.train.compiling import given_up
+from trimtab.train.launch import load_job_tokenizer
+from trimtab.train.optimiser import Optimiser
+from trimtab.train.reference import Reference
+from trimtab.train.rl.async_worker import AsyncRolloutWorker
+from trimtab.train.rl.checks import critic_start, first_reward
+from trimtab.train.rl.rollout_worker import RewardModels, RolloutWorker
+from trimtab.train.rl.state import Roles
+from trimtab.train.rl.trainer import CriticTrainer, PolicyTrainer, ReferenceRole
+from trimtab.train.rl.weight_sync import WeightSender, handover_of
+
+
+def make_episode_engine(
+    options: RLOptions,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    stopped: Callable[[], bool],
+    tensor: Peers | None = None,
+) -> Engine | None:
+    """An engine of episodes around this one, if there is an environment. `tensor`: the tensor-parallel group, whose
+    engines generate the same. `stopped`: ends waits of a single process, unless episodes outlive updates."""
+    if not options.plays:
+        return None
+    from trimtab.envs.environment_engine import EnvironmentEngine
+    from trimtab.envs.environment_pool import BroadcastPool
+    from trimtab.server.environment_factory import episode_settings, make_environment_engine, never, open_pool
+
+    settings = episode_settings(options, plain=not options.apply_chat_template)
+    if tensor is None or tensor.size == 1:
+        pool = open_pool(options, never if options.outlives_updates else stopped)
+        return make_environment_engine(engine, pool, tokenizer, settings)
+    shared = BroadcastPool(lambda: open_pool(options), tensor)
+    try:
+        if shared.info.kind == "agent":
+            raise UserError(
+                f"{options.environment_flag}: an agent asks for its turns itself, and not a policy cut over processes; "
+                "use --zero_stage 3"
+            )
+        return EnvironmentEngine(engine, shared, tokenizer, settings)
+    except BaseException:
+        shared.close()
+        raise
+
+
+# ---- before the first episode
+
+
+def with_environment_defaults(options: RLOptions) -> RLOptions:
+    """The options with defaults that depend on model and tokenizer: episodes are as long as the context, and prompts
+    use the chat template if there is one. Called in every process of a run before they communicate."""
+    if not options.plays:
+        return options
+    changes: dict[str, Any] = {}
+    if "apply_chat_template" not in options.given:
+        tokenizer = load_job_tokenizer(options)
+        changes["apply_chat_template"] = tokenizer.chat_template is not None and options.input_template is None
+    if options.episode_max_len is None:
+        changes["episode_max_len"] = generated_context(fake_policy(options).config)
+        if changes["episode_max_len"] is None:
+            raise UserError(
+                f"--pretrain {options.pretrain} does not say how long its context is; give --episode_max_len"
+            )
+    return dataclasses.replace(options, **changes)
+
+
+def load_stores(
+    options: RLOptions, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, PromptStore], dict[str, Any]]:
+    """The prompts of training and, if there are any, of evaluation: from data, or the environment's own rows."""
+    if options.prompt_data is not None:
+        return load_prompt_stores(options, tokenizer)
+    from trimtab.server.environment_factory import environment_columns, environment_rows
+
+    count, held_out = min(options.env_rows, options.max_samples), options.env_eval_rows
+    rows = environment_rows(options, count, options.seed, eval_count=held_out, instead="--prompt_data")
+    return build_prompt_stores(rows, tokenizer, dataclasses.replace(options, **environment_columns(rows["train"])))
+
+
+def contents_of_environment(options: RLOptions) -> dict[str, str]:
+    """A hash of the environment's file for the manifest: it may change while its path does not."""
+    if not options.agent_func_path:
+        return {}
+    file = Path(options.agent_func_path[: options.agent_func_path.rfind(".py") + 3]).expanduser()
+    return {"environment": hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()}
+
+
+# ---- how roles are built
+
+
+def build_actor(options: RLOptions, place: Place) -> dict[str, Any]:
+    tokenizer = load_job_tokenizer(options)
+    loaded = load_policy(options, place.device, place.mesh)
+    roles: dict[str, Any] = {"actor": actor_of(options, loaded, tokenizer, place)}
+    if not options.engines_apart:
+        # Those of a tensor group write the same answers, which are judged once.
+        rewards = non_model_rewards(options, place.stop.requested) if place.mesh.tensor.leads else []
+        roles["rollouts"] = rollouts_of(options, loaded.model, rewards, tokenizer, place)
+    if has_reference(options) and options.lora_rank > 0:
+        roles["reference"] = scorer(options, place, loaded)
+    return roles
+
+
+def build_engine_rollouts(options: RLOptions, place: Place) -> dict[str, Any]:
+    """An engine apart from the policy: it begins with the weights that the policy begins with, and is sent others."""
+    tokenizer = load_job_tokenizer(options)
+    engine = build_vllm_engine(options.pretrain, tokenizer, **engine_settings(options, place))
+    stopped = place.stop.requested
+    rewards, player = non_model_rewards(options, stopped), make_episode_engine(options, engine, tokenizer, stopped)
+    if not options.outlives_updates:
+        return {"rollouts": RolloutWorker(engine, rewards, tokenizer, stopped, player=player)}
+    return {"rollouts": AsyncRolloutWorker(engine, rewards, tokenizer, stopped, player=player, beside=True)}
+
+
+def build_reference(options: RLOptions, place: Place) -> dict[str, Any]:
+    return {"reference": scorer(options, place)}
+
+
+def build_teacher(options: RLOptions, place: Place) -> dict[str, Any]:
+    return {"teacher": scorer(options, place, pretrain=options.teacher_model)}
+
+
+def build_critic(options: RLOptions, place: Place) -> dict[str, Any]:
+    tokenizer = load_job_tokenizer(options)
+    name, _ = critic_start(options, tokenizer)
+    tokenizer = copy.deepcopy(tokenizer)  # a classifier may need another padding token
+    its_options = dataclasses.replace(options, pretrain=name)
+    loaded = load_reward_model(its_options, place.device, tokenizer, place.mesh, root=Critic)
+    if options.normalize_reward and name == first_reward(options):
+        loaded.model.mean, loaded.model.deviation = loaded.model.config.mean, loaded.model.config.std
+    optimiser = optimiser_of(options, loaded.model.model, options.critic_learning_rate, place)
+    return {"critic": CriticTrainer(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)}
+
+
+def build_reward_models(options: RLOptions, place: Place) -> dict[str, Any]:
+    models = reward_models(options, place.device, load_job_tokenizer(options), place.mesh)
+    return {"reward": RewardModels(models, options, place.mesh)}
+
+
+# ---- what they are made of
+
+
+def has_reference(options: RLOptions) -> bool:
+    return options.init_kl_coef > 0
+
+
+def actor_of(
+    options: RLOptions, loaded: Loaded, tokenizer: Any, place: Place, kind: type[PolicyTrainer] = PolicyTrainer
+) -> PolicyTrainer:
+    optimiser = optimiser_of(options, loaded.model.model, options.actor_learning_rate, place)
+    actor = kind(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)
+    if options.engines_apart:
+        actor.sending = WeightSender(handover_of(options, loaded.model), place.device)
+    actor.origin = loaded
+    return actor
+
+
+def rollouts_of(options: RLOptions, policy: Policy, rewards: Parts, tokenizer: Any, place: Place) -> RolloutWorker:
+    engine: Engine
+    if options.uses_vllm:
+        settings = engine_settings(options, place)
+        engine = build_vllm_engine(options.pretrain, tokenizer, handover_of(options, policy), **settings)
+    else:
+        engine = build_engine(
+            policy,
+            tokenizer,
+            max_num_seqs=options.rollout_slots,
+            kv_tokens=options.rollout_kv_tokens,
+            weight_only_int8=options.weight_only_int8,
+            eager=options.enforce_eager,
+            tensor=place.mesh.tensor,
+        )
+    stopped = place.stop.requested
+    player = make_episode_engine(options, engine, tokenizer, stopped, place.mesh.tensor)
+    kind = AsyncRolloutWorker if options.outlives_updates else RolloutWorker
+    return kind(engine, rewards, tokenizer, stopped, place.mesh.tensor, player=player)
+
+
+def engine_settings(options: RLOptions, place: Place) -> dict[str, Any]:
+    """Of a vLLM engine."""
+    return {
+        "bf16": options.bf16,
+        "longest": options.longest_rollout,
+        "max_num_seqs": options.rollout_slots,
+        "memory_share": options.vllm_gpu_memory_utilization,
+        "prefix_caching": options.enable_prefix_caching,
+        # Without an accelerator there are no graphs, and to compile takes a minute.
+        "eager": options.enforce_eager or not place.device.is_accelerator,
+        "tensor_parallel": options.vllm_tensor_parallel_size,
+        "sleeps": options.vllm_enable_sleep,
+        "adapter_rank": options.lora_rank if options.vllm_sync_lora == "adapter" else 0,
+        "seed": options.seed,
+        "trust_remote_code": options.trust_remote_code,
+    }
+
+
+def scorer(
+    options: RLOptions, place: Place, policy: Loaded | None = None, pretrain: str | None = None
+) -> ReferenceRole:
+    """A frozen model that scores the policy's tokens: what the policy was at the start, unless another is named."""
+    offload = options.ref_reward_offload
+    reference = Reference(options, policy, place.device, place.mesh, pretrain=pretrain, offload=offload)
+    return ReferenceRole(reference, options, place.mesh, "reference" if pretrain is None else "teacher")
+
+
+def optimiser_of(options: RLOptions, model: nn.Module, learning_rate: float, place: Place) -> Optimiser:
+    """How many steps it will have, its learner is told later."""
+    return Optimiser(
+        model,
+        options,
+        learning_rate=learning_rate,
+        fused=place.device.fused_adam(),
+        gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
+        offload=options.adam_offload,
+    )
+
+
+# ---- which roles there are, and where
+
+
+def make_units_in_processes(options: RLOptions, processes: int) -> list[Unit]:
+    return in_their_processes(options, make_units(options), processes)
+
+
+def make_units(options: RLOptions) -> list[Unit]:
+    """The units of a run, in no process yet."""
+    shares_policy = has_reference(options) and options.lora_rank > 0
+    rollouts = () if options.engines_apart else ("rollouts",)
+    actor_roles = ("actor", *rollouts, *(["reference"] if shares_policy else []))
+    units = [Unit("actor", build_actor, actor_roles, engines=rollouts, learns=True)]
+    if has_reference(options) and not shares_policy:
+        units.append(Unit("reference", build_reference, ("reference",)))
+    if options.teacher_model:
+        units.append(Unit("teacher", build_teacher, ("teacher",)))
+    if options.estimator.critic:
+        units.append(Unit("critic", build_critic, ("critic",), learns=True))
+    if listed(options.reward_pretrain):
+        units.append(Unit("reward", build_reward_models, ("reward",)))
+    if options.engines_apart:
+        build, environment = build_engine_rollouts, engine_environment()
+        units.append(Unit("rollouts", build, ("rollouts",), apart=True, environment=environment))
+    return units
+
+
+def in_their_processes(options: RLOptions, units: Iterable[Unit], processes: int) -> list[Unit]:
+    """`processes`: how many a launcher started; in a cluster the options say it all."""
+    units = list(units)
+    if not options.ray:
+        return [dataclasses.replace(unit, ranks=options.ranks_of(unit.name, processes)) for unit in units]
+    layout = layout_of_units(options, units)
+    return [unit if unit.apart else dataclasses.replace(unit, ranks=layout.ranks_of(unit.name)) for unit in units]
+
+
+def layout_of_units(options: RLOptions, units: Iterable[Unit]) -> Layout:
+    return layout_of(options, [unit.name for unit in units if not unit.apart])
+
+
+# ---- compiled layers
+
+
+NAMES = ("actor", "critic", "reference", "teacher", "reward")
+WRITTEN = 0.5  # of the tokens that an answer may have, before any is known
+
+
+class LayerCompilation:
+    """`decided`: by role, whether its layers are compiled; None: not yet."""
+
+    def __init__(self, options: RLOptions, prompts: PromptStore, iterations: int):
+        self.decided: dict[str, bool] | None = None
+        self._seconds = 0.0
+        answers = options.n_samples_per_prompt * options.generate_max_len * WRITTEN
+        self._tokens = iterations * options.rollout_batch_size * (float(prompts.lengths.mean()) + answers)
+        self._epochs = options.max_epochs
+
+    def settle(self, roles: Roles) -> dict[str, bool]:
+        """Before the first iteration, also of a resumed run, and for roles that were built anew."""
+        decided: dict[str, bool] = {}
+        for name in NAMES:
+            if (role := getattr(roles, name)) is None:
+                continue
+            before = None if self.decided is None else self.decided.get(name, False)
+            found = role.call("compile_layers", learnt=self._tokens * self._epochs, scored=self._tokens, decided=before)
+            decided[name], seconds = found[0]["compiled"], found[0]["seconds"]
+            self._seconds += seconds
+            for line in found[0]["lines"]:
+                print(line, flush=True)
+        self.decided = decided
+        return decided
+
+    def look(self, roles: Roles) -> bool:
+        """Before an iteration: whether compiled layers, of any role, had to be given up."""
+        compiled = [getattr(roles, name) for name, is_compiled in (self.decided or {}).items() if is_compiled]
+        problems = [problem for role in compiled for problem in role.call("layers_problem") if problem]
+        if not problems:
+            return False
+        for role in compiled:
+            role.call("leave_layers_plain")
+        self.decided = dict.fromkeys(self.decided or {}, False)
+        print(given_up(problems[0]), flush=True)
+        return True
+
+    def columns(self) -> dict[str, float]:
+        """For the first row of metrics."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"seconds_compile": seconds} if seconds else {}

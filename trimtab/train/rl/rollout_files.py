@@ -1,0 +1,347 @@
+"""Which answers of an RL run are kept for a person to look at, and what metrics keep of all of them.
+
+best and worst    of every iteration, each answer once
+whole groups      of a few prompts, and always of the same ones where they come again: the first prompts of the
+                  evaluation, and of an iteration those whose scrambled row number is lowest
+histograms        of rewards and lengths, and the mean score of up to MOST_PROMPTS prompts, in every row of metrics
+"""
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trimtab.algos.group_rewards import for_groups
+from trimtab.files import writing
+from trimtab.rewards.types import EPISODE_LOGS
+from trimtab.rollout.episode import Episode, Segment
+from trimtab.train.metrics import MetricsFile, read_rows
+from trimtab.train.rl.experience import FINISHES, Experience
+
+GROUPS = 2  # of an iteration
+EVALUATION_GROUPS = 4
+MOST_ANSWERS = 16  # of a group
+MOST_ITERATIONS = 50  # about so many keep groups, and the first ten
+BINS = 12
+MOST_PROMPTS = 256
+SCRAMBLE = 2654435761  # Knuth's multiplier: neighbours in the file come far apart
+
+
+def best_and_worst(experience: Experience, count: int) -> dict[int, str]:
+    """Up to `count` different answers, half of them the best and half the worst; of an episode in several branches the
+    last."""
+    ends, rows = experience.lasts_E, experience.rows_S.tolist()
+    order = ends[experience.answer_rewards_S[ends].argsort(descending=True, stable=True)].tolist()
+    seen: dict[tuple[int, bytes], int] = {}
+    for i in order:
+        seen.setdefault((rows[i], experience.response_bytes(i)), i)
+    different = list(seen.values())
+    count = min(count, len(different))
+    worst = different[len(different) - count // 2 :]
+    return dict.fromkeys(different[: count - count // 2], "best") | dict.fromkeys(worst, "worst")
+
+
+def whole_groups(experience: Experience, iteration: int, total: int) -> list[int]:
+    """The answers to a few prompts, where this iteration keeps some."""
+    if iteration > 10 and iteration % max(1, total // MOST_ITERATIONS):
+        return []
+    first = experience.rows_S[experience.firsts_G].tolist()
+    chosen = sorted(range(len(first)), key=lambda group: _key(first[group]))[:GROUPS]
+    ends = set(experience.lasts_E.tolist())
+    return [i for i in _shown(experience, sorted(chosen)) if i in ends]
+
+
+def of_evaluation(experience: Experience) -> Experience:
+    """The answers to the first prompts."""
+    return experience.take(_shown(experience, range(min(EVALUATION_GROUPS, experience.groups))))
+
+
+def _shown(experience: Experience, groups: Iterable[int]) -> list[int]:
+    """The first answers of each group, with all their branches."""
+    found = []
+    for group in groups:
+        samples = experience.samples_of([group])
+        first = int(experience.episodes_S[samples[0]])
+        found += [i for i in samples if experience.episodes_S[i] - first < MOST_ANSWERS]
+    return found
+
+
+def sample_fields(experience: Experience, i: int) -> dict[str, Any]:
+    """What is known of an answer besides its text."""
+    parts = {name: float(values[i]) for name, values in experience.logs.items() if not values[i].isnan()}
+    found: dict[str, Any] = {"reward": float(experience.answer_rewards_S[i])}
+    if len(parts) > 1:
+        found["parts"] = parts
+    if experience.advantages_N is not None and experience.lengths_S[i]:
+        found["advantage"] = float(experience.advantages_N[experience.tokens_of([i])].mean())
+    return found
+
+
+def distributions(experience: Experience) -> dict[str, list]:
+    """For a row of metrics: [lowest, highest, count, ...] of rewards and lengths, and [row, score] of prompts."""
+    firsts_E = experience.firsts_E
+    means_G = for_groups(lambda scores_GA: scores_GA.mean(1), experience.groups_E, experience.scores_S[firsts_E])
+    scores = {}
+    for row, score in zip(experience.rows_S[experience.firsts_G].tolist(), means_G.tolist()):
+        scores[row] = round(score, 4)
+    followed = sorted(scores, key=_key)[:MOST_PROMPTS]
+    return {
+        "reward_histogram": _histogram(experience.answer_rewards_S[firsts_E]),
+        "length_histogram": _histogram(experience.lengths_E.float()),
+        "prompt_scores": [[row, scores[row]] for row in sorted(followed)],
+    }
+
+
+def _histogram(values: torch.Tensor) -> list[float]:
+    low, high = float(values.min()), float(values.max())
+    return [low, high, *torch.histc(values.float(), BINS, low, high).int().tolist()]
+
+
+def _key(row: int) -> int:
+    return row * SCRAMBLE % 2**32
+
+
+# ---- tokens.jsonl
+
+
+FIRST, LAST = 384, 128  # tokens of an answer that are kept at most, from its beginning and from its end
+UNREADABLE = "\ufffd"
+MOST_OF_A_CHARACTER = 8  # tokens
+
+
+class KeptTokens:
+    def __init__(self, folder: Path, tokenizer: Any, *, resume_from: int | None):
+        self._file = MetricsFile(folder / "tokens.jsonl", resume_from=resume_from)
+        self._texts = TokenTexts(tokenizer)
+
+    def write(self, step: int, answer: int, experience: Experience, i: int) -> None:
+        self._file.write({"step": step, "answer": answer, **token_fields(experience, i, self._texts)})
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def token_fields(experience: Experience, i: int, texts: "TokenTexts") -> dict[str, Any]:
+    ids, drawn = np.array(experience.response(i)), experience.drawn(i).numpy()
+    start, length = int(experience.starts_S[i]), int(experience.lengths_S[i])
+    kept = np.ones(len(ids), dtype=bool)
+    kept[FIRST : max(FIRST, len(ids) - LAST)] = False
+    of_drawn = kept[drawn]
+    log_probs = experience.sampled_N[start : start + length].numpy()[of_drawn]
+    parts = [ids] if kept.all() else np.split(ids[kept], [FIRST])
+    found: dict[str, Any] = {
+        "texts": [text for part in parts for text in texts.of(part.tolist())],
+        "drawn": _stretches(drawn[kept].tolist()),
+        "log_probs": [_rounded(value) for value in log_probs.tolist()],
+    }
+    if experience.advantages_N is not None:
+        advantages = experience.advantages_N[start : start + length].numpy()[of_drawn].tolist()
+        runs = itertools.groupby(map(_rounded, advantages))
+        found["advantages"] = [[value, len(list(run))] for value, run in runs]
+    if not kept.all():
+        found["left_out"] = [FIRST, int((~kept).sum())]
+    return found
+
+
+class TokenTexts:
+    """What single tokens look like within a text."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def of(self, ids: list[int]) -> list[str]:
+        """One text for each token, which joined are the text of all of them."""
+        texts = [self._alone(token) for token in ids]
+        place = 0
+        while place < len(ids):
+            if UNREADABLE in texts[place]:
+                place += self._character(ids, texts, place)
+            else:
+                place += 1
+        return texts
+
+    def _alone(self, token: int) -> str:
+        if token not in self._known:
+            # At the beginning of a text some tokenizers drop a space, so the second of two is looked at.
+            once, twice = self._decode([token]), self._decode([token, token])
+            self._known[token] = twice[len(once) :] if twice.startswith(once) else once
+        return self._known[token]
+
+    def _character(self, ids: list[int], texts: list[str], place: int) -> int:
+        """Give the first of several tokens the character that they are together; how many they are."""
+        for count in range(2, min(MOST_OF_A_CHARACTER, len(ids) - place) + 1):
+            together = self._decode(ids[place : place + count])
+            if UNREADABLE not in together:
+                texts[place : place + count] = [together, *[""] * (count - 1)]
+                return count
+        return 1
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def _stretches(drawn: list[bool]) -> list[int]:
+    runs = [(mask, len(list(run))) for mask, run in itertools.groupby(drawn)]
+    lengths = [length for _, length in runs]
+    return [0, *lengths] if runs and not runs[0][0] else lengths
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None
+
+
+# ---- time_line.jsonl
+
+
+FILE = "time_line.jsonl"
+TRAINER = "trainer"
+WRITING, JUDGING = "writing", "judging"
+LANES = {WRITING: "engine", JUDGING: "rewards"}
+NEIGHBOURS = 0.005  # seconds between two spans of the same kind that are told as one
+
+Told = tuple[str, float, float]
+"""What was done, and how many seconds before the telling it began and ended: clocks of two machines need not agree."""
+
+
+class Spans:
+    """What one process does, by several threads if need be, until it is asked for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done: list[tuple[str, float, float]] = []
+        self._running: dict[str, tuple[int, float]] = {}  # how many do it, and since when
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Several at the same time, as rewards of several groups, are one span: from the first to the last."""
+        with self._lock:
+            count, begin = self._running.get(what, (0, time.monotonic()))
+            self._running[what] = count + 1, begin
+        try:
+            yield
+        finally:
+            with self._lock:
+                count, begin = self._running.pop(what)
+                if count > 1:
+                    self._running[what] = count - 1, begin
+                else:
+                    self._add(what, begin, time.monotonic())
+
+    def taken(self) -> list[Told]:
+        """What was not told yet. Of what still goes on, the part until now."""
+        with self._lock:
+            now = time.monotonic()
+            for what, (count, begin) in self._running.items():
+                self._add(what, begin, now)
+                self._running[what] = count, now
+            done, self._done = self._done, []
+        return [(what, now - begin, now - end) for what, begin, end in done]
+
+    def _add(self, what: str, begin: float, end: float) -> None:
+        last = next((place for place in reversed(range(len(self._done))) if self._done[place][0] == what), None)
+        if last is not None and begin - self._done[last][2] <= NEIGHBOURS:
+            begin = self._done.pop(last)[1]
+        self._done.append((what, begin, end))
+
+
+class TimeLine:
+    """The file. Without a folder nothing is written."""
+
+    def __init__(self, folder: Path | None = None, *, resume_from: int | None = None):
+        """`resume_from`: the iteration of the checkpoint a run goes on from; rows after it are removed."""
+        self._file: MetricsFile | None = None
+        self._began = time.monotonic()
+        if folder is not None:
+            self._cannot_write = f"--save_path {folder}: cannot write there"
+            with writing(self._cannot_write):
+                self._file = MetricsFile(folder / FILE, resume_from=resume_from, key="iteration")
+            self._began -= max((row["end"] for row in read_rows(folder / FILE, key="iteration")), default=0.0)
+
+    @contextmanager
+    def during(self, what: str, iteration: int) -> Iterator[None]:
+        """What the trainer does inside; `iteration` counts from 1, like the steps of the metrics."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._write(TRAINER, what, begin, time.monotonic(), iteration)
+
+    def tell(self, process: int, spans: Sequence[Told], iteration: int) -> None:
+        """What the process that has this engine told of itself just now, see `Spans.taken`."""
+        now = time.monotonic()
+        for what, began, ended in spans:
+            self._write(f"{LANES[what]} {process}", what, now - began, now - ended, iteration)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, lane: str, what: str, begin: float, end: float, iteration: int) -> None:
+        if self._file is not None:
+            times = {"begin": round(begin - self._began, 3), "end": round(end - self._began, 3)}
+            with writing(self._cannot_write):
+                self._file.write({"lane": lane, "what": what, **times, "iteration": iteration})
+
+
+# ---- figures of episodes
+
+
+ENDS = tuple(name for name in FINISHES if name not in ("abort", "failed"))  # of episodes that are learnt from
+SLOWEST = 95  # percentile
+
+
+def episode_figures(experience: Experience) -> dict[str, float]:
+    """Means over episodes, each counted once, branches and all; nothing where no environment was played."""
+    if experience.episodes is None:
+        return {}
+    episodes = [experience.episodes[i] for i in experience.firsts_E]
+    figures = {name: _mean([episode.logs.get(name, 0.0) for episode in episodes]) for name in EPISODE_LOGS}
+    figures["turns"] = _mean([len(episode.turns) for episode in episodes])
+    figures["episode_length"] = float(experience.sequence_lengths_S[experience.lasts_E].float().mean())
+    figures["branches"] = len(experience) / len(episodes)
+    figures["begun_anew"] = float(sum(episode.begun - 1 for episode in episodes))
+    finishes = [FINISHES[finish] for finish in experience.finishes_S[experience.lasts_E]]
+    figures |= {f"finish/{name}": finishes.count(name) / len(finishes) for name in ENDS}
+    seconds = [episode.logs.get("seconds_environment", 0.0) for episode in episodes]
+    figures[f"seconds_environment_{SLOWEST}"] = float(np.percentile(seconds, SLOWEST))
+    return figures
+
+
+def turns(episode: Episode, characters: int) -> list[dict[str, Any]]:
+    """Who said what, as rollouts.jsonl has it."""
+    return [
+        {
+            "role": _role(said),
+            "text": _text(said)[:characters],
+            "tokens": said.end - said.start,
+            "drawn": said.drawn,
+            "reward": said.reward,
+            "seconds": round(said.seconds, 4),
+            **({"branch": said.branch} if said.branch else {}),
+        }
+        for said in episode.said
+    ]
+
+
+def _role(said: Segment) -> str:
+    if said.drawn:
+        return "assistant"
+    return str(said.messages[0]["role"]) if said.messages else "environment"  # exact tokens have no messages
+
+
+def _text(said: Segment) -> str:
+    if said.drawn:
+        return said.text
+    return "\n".join(str(message.get("content") or "") for message in said.messages)
+
+
+def _mean(values: list[float] | list[int]) -> float:
+    return float(np.mean(values))

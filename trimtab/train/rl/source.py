@@ -1,0 +1,392 @@
+"""Rollouts and their rewards on disk, one file an iteration: to learn from them again without sampling.
+
+With the same options a replayed run makes the updates of the run that was recorded, bit for bit. Every file says what
+its iteration was cut from, so that a recording is not taken for one of other prompts or other groups. One that was made
+by hand, such as conversations with tools, may leave that out: groups then have the sizes that they have.
+
+An asynchronous run is recorded as it was trained, batch by batch, and replayed by a synchronous one. Its files also say
+how older tokens were weighed, and how old they might get, which the replay takes over.
+"""
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trimtab.algos.group_rewards import equal_groups, for_groups, within
+from trimtab.config.estimators import ESTIMATORS
+from trimtab.config.jobs import RLOptions
+from trimtab.data.order import SampleOrder
+from trimtab.data.prompts import PromptStore
+from trimtab.errors import UserError
+from trimtab.files import replacing, writing
+from trimtab.interrupts import StopRequest
+from trimtab.rewards.types import RewardFailed
+from trimtab.rollout.sampling import SamplingParams, request_seed
+from trimtab.train.rl.experience import Experience, is_earlier
+from trimtab.train.rl.rollout_client import Asked, Failures, RolloutClient
+from trimtab.train.rl.rollout_files import Told
+
+# What a run whose answers outlive updates decides for all their tokens.
+OF_OUTLIVING = ("async_staleness", "mismatch_correction", "mismatch_range")
+# What was sampled (None: no group was useful any more), from how many prompts, and its figures.
+Sampled = tuple[Experience | None, int, dict[str, float]]
+
+
+def with_recorded_options(options: RLOptions) -> RLOptions:
+    """The options of a replay, with what the asynchronous run that was recorded decides for all tokens unless they say
+    otherwise. Every process of a run asks, before any of them speaks."""
+    if not options.replay:
+        return options
+    changes: dict[str, Any] = {}
+    try:
+        with Recording(Path(options.replay), {}, None).opened(0) as (_, described):
+            if (outliving := described.get("outliving")) is not None:
+                changes = {name: outliving[name] for name in OF_OUTLIVING}
+                changes["mismatch_range"] = tuple(changes["mismatch_range"])
+    except UserError:
+        return options  # the first process, which looks through all of it, says what is wrong
+    own = {"mismatch_range"} & options.given
+    if {"mismatch_correction", "enable_vllm_is_correction"} & options.given:
+        own = {"mismatch_correction", "mismatch_range"}
+    return dataclasses.replace(options, **{name: value for name, value in changes.items() if name not in own})
+
+
+class Recording:
+    def __init__(self, folder: Path, cut: dict[str, int], data: str | None):
+        """`cut`: the options that say how many answers an iteration has; `data`: the prompts' fingerprint. What is left
+        out or None is not known, so any will do."""
+        self.folder, self.cut, self.data = folder, cut, data
+        self.compared = False  # whether the answers of a group are compared with each other
+        self.rows: int | None = None  # how many prompts there are, if that is known
+        self.sampler: dict[str, Any] = {}  # what decides how the log-probs of drawn tokens are rounded
+        self.sampled_alike = True  # whether those of the iteration read last were rounded as this run does it
+        self.outliving: dict[str, Any] | None = None  # settings of a run whose answers outlived updates
+
+    @classmethod
+    def of(cls, options: RLOptions, prompts: PromptStore | None = None) -> "Recording | None":
+        """What a run writes or reads, if it does."""
+        folder = options.record or options.replay
+        if not folder:
+            return None
+        cut = {"n_samples_per_prompt": options.n_samples_per_prompt, "rollout_batch_size": options.rollout_batch_size}
+        recording = cls(Path(folder), cut, None if prompts is None else prompts.fingerprint)
+        recording.compared = ESTIMATORS[options.advantage_estimator].grouped
+        recording.rows = None if prompts is None else len(prompts)
+        if options.outlives_updates:
+            recording.outliving = {name: getattr(options, name) for name in OF_OUTLIVING}
+        return recording
+
+    # ---- before the run
+
+    def check_empty(self) -> None:
+        """Refuse to write beside the iterations of another run."""
+        if any(self._paths()):
+            raise UserError(
+                f"--record {self.folder}: it holds a recording already; give another folder, or --load_checkpoint to "
+                "go on with that run"
+            )
+
+    def check_holds(self, prompts: int, iterations: int) -> None:
+        """Refuse a recording that is damaged, of something else, or of fewer prompts than a run of at most so many
+        iterations needs; the tensors are not read."""
+        iteration = 0
+        while prompts > 0 and iteration < iterations:
+            with self.opened(iteration) as (_, described):
+                prompts -= described["prompts"]
+                outliving = described.get("outliving")
+                if iteration and _correction(outliving) != _correction(self.outliving):
+                    raise UserError(
+                        f"--replay {self._path(iteration)}: it was recorded with other settings of --async_train or "
+                        "--mismatch_correction than those before it; record a run that was not changed on its way"
+                    )
+                self.outliving = outliving
+            iteration += 1
+
+    def outlived(self, options: RLOptions) -> str | None:
+        """Of a recording that was looked through: a line about one of an asynchronous run."""
+        if self.outliving is None:
+            return None
+        kind, (low, high) = options.mismatch_correction, options.mismatch_range
+        weighed = "alike" if kind is None else f"by --mismatch_correction {kind} --mismatch_range {low:g} {high:g}"
+        return f"--replay {self.folder}: of an asynchronous run; its tokens are weighed {weighed}"
+
+    # ---- in the run
+
+    def write(self, iteration: int, sampled: Sampled) -> None:
+        experience, prompts, figures = sampled
+        path = self._path(iteration)
+        for later in [found for found in self._paths() if found.name > path.name]:
+            later.unlink()  # written before the run went back to its checkpoint
+        described = {"cut": self.cut, "data": self.data, "prompts": prompts, "figures": figures}
+        described |= {"sampler": self.sampler} | ({} if self.outliving is None else {"outliving": self.outliving})
+        tensors = {} if experience is None else experience.tensors()
+        with replacing(path) as beside:
+            save_file(tensors, beside, metadata={"iteration": json.dumps(described)})
+
+    def read(self, iteration: int) -> Sampled:
+        with self.opened(iteration) as (file, described):
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            experience = Experience.from_tensors(tensors) if tensors else None
+            if experience is not None:
+                self._check_groups(experience, self._path(iteration))
+            # Recordings made by hand do not say it: their log-probs are taken as they are.
+            self.sampled_alike = described.get("sampler", self.sampler) == self.sampler
+            return experience, described["prompts"], described["figures"]
+
+    def _check_groups(self, experience: Experience, path: Path) -> None:
+        """What a recording that was made by hand may get wrong."""
+        most = self.cut.get("rollout_batch_size", experience.groups)
+        if experience.groups > most:
+            raise UserError(f"--replay {path}: it has {experience.groups} groups; --rollout_batch_size allows {most}")
+        if self.rows is not None and (last := int(experience.rows_S.max())) >= self.rows:
+            raise UserError(
+                f"--replay {path}: it speaks of row {last + 1} of the prompts, of which there are {self.rows}"
+            )
+        if self.compared and bool((experience.answers_G < 2).any()):
+            raise UserError(
+                f"--replay {path}: a group has a single answer, and --advantage_estimator compares the answers of a "
+                "group; leave such groups out"
+            )
+
+    @contextmanager
+    def opened(self, iteration: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """A file of tensors, and what it says of itself."""
+        path = self._path(iteration)
+        if not path.is_file():
+            raise UserError(
+                f"--replay {self.folder}: the recording has no iteration {iteration + 1} ({path.name}), and this run "
+                "needs it; give the --record folder of a run that was as long"
+            )
+        try:
+            with safe_open(path, framework="pt") as file:
+                described = json.loads(file.metadata()["iteration"])
+                self._compare(described)
+                if is_earlier(file.keys()):
+                    raise UserError(f"--replay {path}: an earlier version of Trimtab recorded it; record again")
+                yield file, described
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"--replay {path}: it is damaged, or of another kind; record again") from error
+
+    def _compare(self, described: dict[str, Any]) -> None:
+        for name, value in self.cut.items():
+            if described["cut"].get(name) not in (None, value):
+                raise UserError(
+                    f"--replay {self.folder}: it was recorded with --{name} {described['cut'][name]}, not {value}; "
+                    "give the same"
+                )
+        if None not in (self.data, described["data"]) and self.data != described["data"]:
+            raise UserError(
+                f"--replay {self.folder}: it was recorded with other prompts; give the same --prompt_data and "
+                "--max_samples"
+            )
+
+    def _paths(self) -> Iterator[Path]:
+        return self.folder.glob("iteration*.safetensors")
+
+    def _path(self, iteration: int) -> Path:
+        return self.folder / f"iteration{iteration + 1:06d}.safetensors"
+
+
+def _correction(outliving: dict[str, Any] | None) -> tuple | None:
+    """How such a run weighs tokens; how old they may get can change on its way."""
+    return None if outliving is None else (outliving["mismatch_correction"], outliving["mismatch_range"])
+
+
+# ---- sources
+
+
+class RolloutSource(ABC):
+    @property
+    @abstractmethod
+    def exact(self) -> bool:
+        """Whether the log-probs of what was handed out last are those that the trainer would give."""
+
+    @abstractmethod
+    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None: ...
+
+    # ---- what outlives an update, where anything does
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside nobody writes: the weights may change, and others may ask."""
+        return nullcontext()
+
+    def trained(self) -> None:  # noqa: B027
+        """What was handed out last has been learnt from."""
+
+    def settled(self) -> dict[str, list[int]] | None:
+        """Which places of the data the batch handed out last settles, and how."""
+        return None
+
+    def spans(self) -> dict[int, list[Told]]:
+        """What each process that writes has done since it was asked last, for the time-line."""
+        return {}
+
+    def built_anew(self) -> None:  # noqa: B027 (most have nobody to tell)
+        """Those who write know nothing any more."""
+
+    def engine_replaced(self) -> None:  # noqa: B027
+        """One who writes knows nothing any more."""
+
+    def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """What is written and not trained yet: its tensors, and the rest of it; `in_hand`: whether the loop has what
+        was handed out last."""
+        return {}, None
+
+    def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Go on with that."""
+        if state["ledger"]["versions"]:
+            raise UserError(
+                f"this run was asynchronous, and {len(state['ledger']['versions'])} groups of its checkpoint are not "
+                "trained yet; give --async_train to go on with them"
+            )
+
+
+def prompt_order(prompts: int, options: RLOptions, episodes: int) -> SampleOrder:
+    """The prompts one by one, over all episodes."""
+    multiple = prompts_at_once(options) if options.drop_last else 1
+    shuffled = not options.no_shuffle
+    return SampleOrder(prompts, 1, episodes, options.seed, shuffled=shuffled, multiple=multiple)
+
+
+def prompts_at_once(options: RLOptions) -> int:
+    """That are answered in one round of sampling."""
+    more = options.vllm_generate_batch_size if options.dynamic_filtering else None
+    return more or options.rollout_batch_size
+
+
+class SyncSource(RolloutSource):
+    """Answers to the next prompts; with dynamic filtering, to more and more until enough groups are useful."""
+
+    def __init__(self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, asking: RolloutClient):
+        """`order`: the prompts one by one, over all episodes."""
+        self.options, self.order, self.sampling, self.asking = options, order, sampling, asking
+
+    @property
+    def exact(self) -> bool:
+        return self.asking.exact
+
+    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
+        options, left = self.options, self.order.steps - prompts_used
+        wanted = min(options.rollout_batch_size, left)
+        most = options.dynamic_filtering_batches or left
+        taken, rounds, kept, groups = 0, 0, [], 0
+        failures = Failures(options)
+        while groups < wanted and taken < left and rounds < most:
+            # Without filtering, more are needed only where groups have failed.
+            at_once = prompts_at_once(options) if options.dynamic_filtering else wanted - groups
+            count = min(at_once, left - taken)
+            asked = self._answers(prompts_used + taken, count)
+            if asked is None or stop.signal:
+                return None
+            taken, rounds = taken + count, rounds + 1
+            failures.add(asked.failed, asked.failed_episodes)
+            part = asked.experience
+            if part is None:
+                continue
+            useful = useful_groups(part, options)
+            if not useful:
+                continue
+            kept.append(part if len(useful) == part.groups else part.take(part.samples_of(useful)))
+            groups += len(useful)
+        filtered = taken - groups - failures.groups
+        figures = {"filtered_groups": float(filtered)} if options.dynamic_filtering else {}
+        figures |= failures.figures()
+        if groups < wanted and taken < left:
+            self._check_limit(groups, rounds)
+        elif not kept or (options.drop_last and groups < options.rollout_batch_size):
+            return None, taken, figures
+        experience = Experience.joined(kept)
+        if experience.groups > wanted:
+            experience = experience.take(experience.samples_of(range(wanted)))
+        return experience, taken, figures
+
+    def _answers(self, first: int, count: int) -> Asked | None:
+        places = range(first, first + count)
+        requests = [(self.order.step_samples(p)[0], request_seed(self.options.seed, p)) for p in places]
+        return self.asking.ask(requests, "train", self.sampling)
+
+    def _check_limit(self, groups: int, rounds: int) -> None:
+        """--dynamic_filtering_batches has ended the sampling: what there is, is learnt from, if there is anything."""
+        if not groups:
+            raise RewardFailed(
+                f"no group of answers was of use in {rounds} rounds of sampling (--dynamic_filtering_batches): by "
+                "--dynamic_filtering all of them teach nothing; look at the reward"
+            )
+
+
+def useful_groups(experience: Experience, options: RLOptions) -> list[int]:
+    """Those that --dynamic_filtering keeps."""
+    if not options.dynamic_filtering:
+        return list(range(experience.groups))
+    groups_E, scores_E, drawn_E = experience.groups_E, experience.scores_S[experience.firsts_E], experience.drawn_E
+    if options.dynamic_filtering_rule == "differing":
+        useful_G = ~for_groups(equal_groups, groups_E, scores_E, counted_S=drawn_E, empty=True)
+    else:
+        low, high = options.dynamic_filtering_reward_range
+        useful_G = for_groups(partial(within, low=low, high=high), groups_E, scores_E, counted_S=drawn_E)
+    return useful_G.nonzero()[:, 0].tolist()
+
+
+class ReplaySource(RolloutSource):
+    """What a run recorded."""
+
+    def __init__(self, recording: Recording, asking: RolloutClient):
+        self.recording, self.asking = recording, asking
+
+    @property
+    def exact(self) -> bool:
+        return self.asking.exact and self.recording.sampled_alike
+
+    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
+        return self.recording.read(iteration)
+
+
+class Recorded(RolloutSource):
+    """Another supply, whose experience is also written down."""
+
+    def __init__(self, supply: RolloutSource, recording: Recording):
+        self.supply, self.recording = supply, recording
+
+    @property
+    def exact(self) -> bool:
+        return self.supply.exact
+
+    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
+        sampled = self.supply.next(iteration, prompts_used, stop)
+        if sampled is not None and not stop.signal:
+            with writing(f"--record {self.recording.folder}: cannot write there"):
+                self.recording.write(iteration, sampled)
+        return sampled
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self.supply.paused()
+
+    def trained(self) -> None:
+        self.supply.trained()
+
+    def settled(self) -> dict[str, list[int]] | None:
+        return self.supply.settled()
+
+    def spans(self) -> dict[int, list[Told]]:
+        return self.supply.spans()
+
+    def built_anew(self) -> None:
+        self.supply.built_anew()
+
+    def engine_replaced(self) -> None:
+        self.supply.engine_replaced()
+
+    def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        return self.supply.state(in_hand=in_hand)
+
+    def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self.supply.restore(tensors, state)

@@ -1,0 +1,123 @@
+"""Whom the loop speaks to."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.algos.advantages import NO_MOMENTS
+from trimtab.distributed.launcher import Group
+from trimtab.errors import RunFailed
+from trimtab.train.rl.checks import alarms
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.rollout_files import distributions, episode_figures
+
+
+@dataclass
+class Roles:
+    actor: Group
+    rollouts: Group
+    reference: Group | None = None
+    teacher: Group | None = None
+    critic: Group | None = None
+    reward: Group | None = None  # the reward models
+
+
+# ---- counters, and the iteration in hand
+
+
+MANY_BAD_STEPS = 5  # in a row: the run stops
+
+
+@dataclass
+class Counters:
+    """What the loop remembers besides weights; saved with every checkpoint."""
+
+    kl_coefficient: float
+    iteration: int = 0
+    prompts_used: int = 0
+    actor_steps: int = 0
+    critic_steps: int = 0
+    proposal_steps: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    first_entropy: float = 0.0
+    at_bound: int = 0  # iterations in a row whose oldest answers were as old as may be
+    start_is_measured: bool = False
+    reward_moments: Sequence[float] = NO_MOMENTS  # of all rewards, with --running_reward_norm
+
+    def count(self, applied: bool) -> None:
+        """An update that was applied, or skipped because its loss or gradient was not finite."""
+        self.skipped_steps += not applied
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= MANY_BAD_STEPS:
+            raise RunFailed(
+                f"loss or gradient was not finite in {MANY_BAD_STEPS} updates in a row (last: iteration "
+                f"{self.iteration + 1}); lower --actor_learning_rate, or resume from the last checkpoint"
+            )
+
+
+@dataclass
+class Iteration:
+    """The work in hand: a rollout, what is known of it, and how many of its updates are done."""
+
+    experience: Experience
+    prompts: int  # how many were taken from the data
+    figures: dict[str, float]
+    reports: list[dict[str, dict[str, float]]] = field(default_factory=list)  # of every update: role -> figures
+    unfinished: dict[str, dict[str, float]] = field(default_factory=dict)  # the same of the update in hand
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def on_disk(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Its tensors, and the rest of it."""
+        return self.experience.tensors(), {k: v for k, v in vars(self).items() if k != "experience"}
+
+    @classmethod
+    def from_disk(cls, tensors: dict[str, Tensor], state: dict[str, Any]) -> "Iteration":
+        return cls(Experience.from_tensors(tensors), **state)
+
+
+def row_of(work: Iteration, counters: Counters, bound: int | None = None) -> dict[str, Any]:
+    """What metrics.jsonl says of an iteration, of what is known here. `bound`: how old answers may get."""
+    experience = work.experience
+    entropy = float(-experience.sampled_N.mean())
+    counters.first_entropy = counters.first_entropy or entropy
+    is_at_bound = "age_max" in work.figures and work.figures["age_max"] == bound
+    counters.at_bound = counters.at_bound + 1 if is_at_bound else 0
+    row: dict[str, Any] = {
+        "step": counters.iteration,
+        **work.figures,
+        "sampled_entropy": entropy,
+        **summary(work.reports),
+        "skipped_steps": counters.skipped_steps,
+        "samples": len(experience.firsts_E),
+        "tokens": int(experience.lengths_S.sum()),
+        "prompt_tokens": int(experience.prompt_lengths_S[experience.firsts_G].sum()),
+        **episode_figures(experience),
+        **distributions(experience),
+    }
+    return row | {"alarms": list(alarms(row, counters.first_entropy, counters.at_bound))}
+
+
+def summary(reports: list[dict[str, dict[str, float]]]) -> dict[str, float]:
+    """The updates of an iteration in one row: means, and of what is sampled against trained the first update's."""
+    row: dict[str, float] = {}
+    for role in ("actor", "critic"):
+        found = [report[role] for report in reports if role in report]
+        prefix = "" if role == "actor" else "critic_"
+        for name in found[0] if found else ():
+            first = name.startswith("log_prob_")
+            values = [report[name] for report in (found[:1] if first else found)]
+            row[prefix + name] = math.fsum(values) / len(values)
+    return row
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
