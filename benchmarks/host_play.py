@@ -37,7 +37,7 @@ from trimtab.rollout.builtin.model_runner import ModelRunner
 from trimtab.rollout.builtin.prefill import Prefill
 from trimtab.rollout.builtin.sampler import Sampler, SamplerOutput
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.garbage import what_is_there_stays
+from trimtab.train.launch import gc_frozen
 
 GAME = Path(__file__).resolve().with_name("told_game.py")
 
@@ -153,7 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", help="of a chat model; unset: one of bytes")
     options = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer) if options.tokenizer else tokenizer_of_a_person()
-    with nothing_computed(tokenizer), what_is_there_stays():
+    with nothing_computed(tokenizer), gc_frozen():
         play(options, tokenizer)
 
 

@@ -34,12 +34,11 @@ from trimtab.plan.hardware import GIB, Hardware
 from trimtab.plan.split.plan import share_of
 from trimtab.plan.workload import supposed
 from trimtab.train import supervised
-from trimtab.train.dpo import train_dpo
 from trimtab.train.rl import trainer
 from trimtab.train.rl.launch import train_rl
-from trimtab.train.sft import train_sft
+from trimtab.train.supervised import train_supervised
 
-TRAIN = {"sft": train_sft, "dpo": train_dpo, "grpo": train_rl}
+TRAIN = {"sft": train_supervised, "dpo": train_supervised, "grpo": train_rl}
 LAYOUTS = {
     "--zero_stage 2": ("sft", "dpo", "grpo"),
     "--zero_stage 3": ("sft", "dpo", "grpo"),

@@ -41,11 +41,10 @@ from trimtab.plan.hardware import of_device
 from trimtab.plan.plan import make_plan
 from trimtab.plan.workload import supposed
 from trimtab.train import supervised
-from trimtab.train.dpo import train_dpo
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl import trainer
 from trimtab.train.rl.launch import train_rl
-from trimtab.train.sft import train_sft
+from trimtab.train.supervised import train_supervised
 
 SHAPES = {
     "135M": {
@@ -137,7 +136,7 @@ def jobs(folder: Path, length: int, samples: int, compiled: str) -> dict[str, tu
         **written,
     )
     rl = {name: (train_rl, options(job, **sampled)) for name, job in (("grpo", GRPOOptions), ("ppo", PPOOptions))}
-    return {"sft": (train_sft, sft), "dpo": (train_dpo, dpo)} | rl
+    return {"sft": (train_supervised, sft), "dpo": (train_supervised, dpo)} | rl
 
 
 def draw_weights_on_the_device() -> None:

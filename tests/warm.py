@@ -25,13 +25,10 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import trimtab.evaluate.generation
 import trimtab.evaluate.scoring
 import trimtab.report.page
-import trimtab.train.dpo
-import trimtab.train.kd
-import trimtab.train.kto
-import trimtab.train.prm
+import trimtab.train.preference_tasks
+import trimtab.train.reward_tasks
 import trimtab.train.rl
-import trimtab.train.rm
-import trimtab.train.sft
+import trimtab.train.sft_tasks
 import trimtab.train.tail  # noqa: F401
 from tests.config.every_job import EVERY_JOB
 from trimtab.config.catalogue import options_of

@@ -12,7 +12,7 @@ from tests.train.job_run import make_run, step_gradient, step_rows, write_model,
 from trimtab.algos.preference_losses import hard_step_loss, soft_step_loss
 from trimtab.config.jobs import PRMOptions
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.train.prm import PRMTask
+from trimtab.train.reward_tasks import PRMTask
 
 LOGITS = [[0.3, -1.2], [4.0, 1.0], [-30.0, 30.0], [0.0, 0.0]]
 

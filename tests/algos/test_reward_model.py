@@ -12,7 +12,7 @@ from trimtab.algos.preference_losses import pairwise_loss
 from trimtab.config.jobs import RMOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.train.rm import RMTask
+from trimtab.train.reward_tasks import RMTask
 
 CHOSEN = [1.5, -2.0, 0.0, 40.0, 3.0]
 REJECTED = [0.5, 1.0, 0.0, -40.0, 2.9]

@@ -13,7 +13,7 @@ from trimtab.embedded import bad_word_task
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
-from trimtab.train.tail.shaping import shape_proposed
+from trimtab.train.tail.tail_advantages import shape_proposed
 
 PAGE = DOCS / "learner.md"
 

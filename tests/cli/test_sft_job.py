@@ -17,7 +17,7 @@ from trimtab.distributed import device
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_rows
 from trimtab.models.load import load_policy
-from trimtab.train.sft import SFTTask
+from trimtab.train.sft_tasks import SFTTask
 from trimtab.train.supervised import MANY_BAD_STEPS, SupervisedRun
 
 MODEL = ("--pretrain", "model", "--max_len", "60", "--train_batch_size", "4", "--max_epochs", "1")

@@ -20,7 +20,7 @@ def rehearsed(monkeypatch):
     """The options that reach the trainer in a dry run."""
     seen = []
     module = types.ModuleType("trimtab.train.tail")
-    module.rehearse_tail = lambda options: seen.append(options) or ["2 updates"]
+    module.dry_run_tail = lambda options: seen.append(options) or ["2 updates"]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return seen
 

@@ -50,15 +50,17 @@ def one_process(monkeypatch):
 
 @pytest.fixture
 def stub(monkeypatch):
-    """Puts a module in the place of trimtab.train.VERB."""
+    """Puts a module in the place of trimtab.train.TRAINER."""
 
     def put(verb, train=None, rehearse=None):
+        trainer = "rl" if verb == "rl" else "supervised"
+
         def never(options):
             raise AssertionError("must not be reached")
 
-        module = types.ModuleType(f"trimtab.train.{verb}")
-        setattr(module, f"train_{verb}", train or never)
-        setattr(module, f"rehearse_{verb}", rehearse or never)
+        module = types.ModuleType(f"trimtab.train.{trainer}")
+        setattr(module, f"train_{trainer}", train or never)
+        setattr(module, f"dry_run_{trainer}", rehearse or never)
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     return put

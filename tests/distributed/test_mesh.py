@@ -11,8 +11,8 @@ from trimtab.distributed import fsdp as sharding
 from trimtab.distributed.fsdp import shard
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import World, find_world, leave_world
-from trimtab.train.optimiser import total_norm
-from trimtab.train.tensor_parts import TensorParts, write_parts
+from trimtab.train.checkpoint_files import TensorParts, write_parts
+from trimtab.train.optimizer import total_norm
 
 
 def test_a_mesh_of_one_communicates_with_nobody():

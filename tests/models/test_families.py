@@ -11,7 +11,7 @@ from trimtab.config.parse import parse
 from trimtab.errors import UserError
 from trimtab.models.parallel.sharded_model import check_parallel_options
 from trimtab.models.parallel.tensor_parallel import FAMILIES, key_value_heads_used
-from trimtab.train.launch import build_run, rehearse
+from trimtab.train.supervised import build_run, dry_run_supervised
 
 
 def write(folder, family, **changes):
@@ -46,7 +46,7 @@ def test_adapters_on_what_is_cut_by_vocabulary(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "begin", [rehearse, lambda options, task: build_run(options, task, None, SimpleNamespace(size=3))]
+    "begin", [dry_run_supervised, lambda options: build_run(options, None, None, SimpleNamespace(size=3))]
 )
 def test_nothing_is_loaded_before(tmp_path, begin):
     """Neither data nor a tokenizer, which are not there."""
@@ -54,7 +54,7 @@ def test_nothing_is_loaded_before(tmp_path, begin):
     tiny_model("llama").save_pretrained(folder)
     words = f"--pretrain {folder} --dataset none --save_path {tmp_path}/out --ds_tensor_parallel_size 3"
     with pytest.raises(UserError, match="its 4 attention heads cannot be shared out to 3 processes"):
-        begin(parse(SFTOptions, words.split()), None)
+        begin(parse(SFTOptions, words.split()))
 
 
 def test_the_families_are_those_of_hugging_face():

@@ -16,7 +16,7 @@ from trimtab.config.parse import parse
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World
 from trimtab.plan.micro_batches import is_wanted, with_default_tokens, with_planned_passes
-from trimtab.train.integrity import unsealed
+from trimtab.train.checkpoint_files import unsealed
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.trainer import PolicyTrainer
 

@@ -13,7 +13,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.plan.fake_model import LiveBytes, Pretended
 from trimtab.plan.workload import Rows
-from trimtab.train.optimiser import Optimiser
+from trimtab.train.optimizer import Optimiser
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
 

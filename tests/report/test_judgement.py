@@ -15,7 +15,7 @@ from trimtab.config.placement import ClusterOptions
 from trimtab.config.rl import EngineOptions
 from trimtab.report.differences import OF_THE_DEVICE
 from trimtab.report.read import read_run
-from trimtab.train.manifest import WITHOUT_EFFECT
+from trimtab.train.run_directory import WITHOUT_EFFECT
 
 SETTINGS = {"learning_rate": 1e-4, "train_batch_size": 8, "max_epochs": 1}
 RL_SETTINGS = {"actor_learning_rate": 1e-4, "record": None, "replay": None, "reward_verifier": "exact"}

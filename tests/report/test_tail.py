@@ -8,7 +8,7 @@ from tests.report.pages import Checked, step_row, write_metrics
 from trimtab.evaluate.tail_files import HeldOut, summary, write_summary
 from trimtab.report.page import render
 from trimtab.report.read import read_run
-from trimtab.train.tail.measures import finite
+from trimtab.train.tail.measurements import finite
 
 
 def page_of(folder) -> str:

@@ -12,10 +12,10 @@ from trimtab.running import training
 
 
 def failing(monkeypatch, message: str) -> None:
-    def train_sft(options):
+    def train_supervised(options):
         raise RuntimeError(message)
 
-    monkeypatch.setattr(training, "_trainer", lambda options: SimpleNamespace(train_sft=train_sft))
+    monkeypatch.setattr(training, "_trainer", lambda options: SimpleNamespace(train_supervised=train_supervised))
     monkeypatch.setattr(training, "watch", lambda seconds: None)
 
 

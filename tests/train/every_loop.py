@@ -14,7 +14,7 @@ from trimtab.embedded.sort_task import make_rows
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.supervised import SupervisedRun
-from trimtab.train.tail.loop import TailRun
+from trimtab.train.tail.tail_run import TailRun
 
 LOOPS = ["sft", "ppo", "tail"]
 STEPS = 12  # of sft: 24 samples, 4 a step, two epochs

@@ -12,9 +12,8 @@ from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
 from trimtab.distributed.process_group import World
 from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
-from trimtab.train.launch import MakeTask, build_run
-from trimtab.train.optimiser import StepReport
-from trimtab.train.supervised import SupervisedRun
+from trimtab.train.optimizer import StepReport
+from trimtab.train.supervised import MakeTask, SupervisedRun, build_run
 
 
 def write_model(folder: Path, family: str = "llama", **changes: Any) -> None:
@@ -67,7 +66,7 @@ def step_rows(count: int, labels: list, seed: int = 1) -> list[dict]:
 
 
 def make_run(options_class: type, make_task: MakeTask, folder: Path, words: str = "") -> SupervisedRun:
-    """What `train` of launch.py would train, from folder/model and folder/train.jsonl."""
+    """What `train_supervised` would train, from folder/model and folder/train.jsonl."""
     fixed = f"--pretrain {folder}/model --dataset {folder}/train.jsonl --max_len 40 --save_path {folder}/out"
     options, _ = settle(parse(options_class, [*fixed.split(), "--ckpt_path", f"{folder}/out/ck", *words.split()]))
     check(options)

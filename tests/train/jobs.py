@@ -8,11 +8,9 @@ from typing import Any
 from tests.train.job_run import labelled_rows, make_run, preference_rows, step_rows, write_model, write_rows
 from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, PRMOptions, RMOptions
 from trimtab.embedded.sort_task import make_rows
-from trimtab.train.dpo import DPOTask
-from trimtab.train.kd import KDTask
-from trimtab.train.kto import KTOTask
-from trimtab.train.prm import PRMTask
-from trimtab.train.rm import RMTask
+from trimtab.train.preference_tasks import DPOTask, KTOTask
+from trimtab.train.reward_tasks import PRMTask, RMTask
+from trimtab.train.sft_tasks import KDTask
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
 

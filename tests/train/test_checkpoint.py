@@ -8,7 +8,7 @@ from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.train import checkpoint
 from trimtab.train.checkpoint import Checkpoints, reading
-from trimtab.train.tensor_parts import TensorParts, write_parts
+from trimtab.train.checkpoint_files import TensorParts, write_parts
 
 
 def tensors(value=0.0, size=1000):

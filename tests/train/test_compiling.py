@@ -15,7 +15,7 @@ from trimtab.distributed.device import Device
 from trimtab.models import compile as compiled
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.policy import Policy
-from trimtab.train import compiling
+from trimtab.train import layer_compilation as compiling
 from trimtab.train.metrics import CLOCK_FIELDS, read_rows
 from trimtab.train.supervised import SupervisedRun
 

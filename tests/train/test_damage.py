@@ -16,9 +16,9 @@ from tests import warm
 from tests.train.every_loop import LOOPS, model, newest_two, step, store, words
 from tests.train.rl.test_resume import at
 from trimtab.errors import UserError
-from trimtab.train.integrity import checksum, sealed, unsealed
+from trimtab.train.checkpoint_files import checksum, sealed, unsealed
 from trimtab.train.metrics import read_rows
-from trimtab.train.tail.loop import TailRun
+from trimtab.train.tail.tail_run import TailRun
 
 # ---- ways to break one
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.train.every_loop import LOOPS, model, newest_two, words
-from trimtab.train.optimiser import Optimiser, StepReport
+from trimtab.train.optimizer import Optimiser, StepReport
 from trimtab.train.rl.trainer import Trainer
 from trimtab.train.supervised import SupervisedRun
 

@@ -15,9 +15,9 @@ from tests import warm
 from tests.train.every_loop import LOOPS, model, words
 from tests.train.rl.rl_run import without
 from trimtab.config.groups import CheckpointOptions
-from trimtab.train import space
+from trimtab.train import run_directory as space
 from trimtab.train.metrics import MetricsFile
-from trimtab.train.space import SpaceWatch, adam_bytes
+from trimtab.train.run_directory import SpaceWatch, adam_bytes
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -87,7 +87,7 @@ def tell_needs(place):
 def full(*folders, temporary):
     """From now on nothing but small files can be written in these folders."""
     from trimtab.models import save
-    from trimtab.train import tensor_parts
+    from trimtab.train import checkpoint_files as tensor_parts
 
     def refuse(path):
         if any(folder in Path(path).parents for folder in folders):

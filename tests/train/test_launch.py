@@ -9,9 +9,10 @@ from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
-from trimtab.train.launch import check_share, without_evaluation
+from trimtab.train.launch import check_share
 from trimtab.train.rl.checks import check_shares
 from trimtab.train.rl.launch import Controller
+from trimtab.train.supervised import without_evaluation
 
 QUANTISED = {"load_in_4bit": True, "bf16": True, "lora_rank": 8}
 

@@ -11,8 +11,8 @@ import torch
 from tests import warm
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_rows, make_tokenizer
+from trimtab.train.checkpoint_files import TensorParts
 from trimtab.train.metrics import CLOCK_FIELDS, read_rows
-from trimtab.train.tensor_parts import TensorParts
 
 LAYOUTS = {
     "alone": (1, ""),
@@ -85,8 +85,8 @@ def stopped_in_the_middle(run, out):
 
 def write_what_was_read(place):
     """Before the first step."""
+    from trimtab.train.checkpoint_files import write_parts
     from trimtab.train.supervised import SupervisedRun
-    from trimtab.train.tensor_parts import write_parts
 
     plain = SupervisedRun.resume
 

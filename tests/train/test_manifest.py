@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.errors import UserError
-from trimtab.train.manifest import compare
+from trimtab.train.run_directory import compare
 
 PLACE = Path("checkpoint")
 

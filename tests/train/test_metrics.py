@@ -10,8 +10,7 @@ import pytest
 
 from trimtab.config.groups import LoggingOptions
 from trimtab.errors import UserError
-from trimtab.train.metrics import MetricsFile, WandbLog, open_logs, read_rows
-from trimtab.train.run_log import RunLog
+from trimtab.train.metrics import MetricsFile, RunLog, WandbLog, open_logs, read_rows
 
 
 def write(path, steps, resume_from=None):

@@ -7,8 +7,8 @@ from torch import nn
 from tests import warm
 from trimtab.config.groups import SCHEDULERS
 from trimtab.distributed.mesh import Mesh
-from trimtab.train.optimiser import Optimiser, total_norm
-from trimtab.train.tensor_parts import TensorParts, write_parts
+from trimtab.train.checkpoint_files import TensorParts, write_parts
+from trimtab.train.optimizer import Optimiser, total_norm
 
 
 def settings(**changes):

@@ -6,9 +6,8 @@ from trimtab.config.jobs import AttackOptions
 from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
-from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.restored import restored_policy
-from trimtab.train.tensor_parts import write_parts
+from trimtab.train.checkpoint import Checkpoints, restored_policy
+from trimtab.train.checkpoint_files import write_parts
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_told_of_the_first(tasks,
 def wait_before_the_end():
     import time
 
-    from trimtab.train.run_folder import RunFolder
+    from trimtab.train.run_directory import RunFolder
 
     def wait(folder):
         (folder.path / "waiting").touch()

@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
 def watched(place: Path, *, descent: bool) -> None:
     """Write down the gradients of the first step and the weights before and after; `descent`: in place of Adam."""
     from trimtab.distributed.fsdp import whole
-    from trimtab.train.optimiser import Optimiser
+    from trimtab.train.optimizer import Optimiser
 
     begin, plain = Optimiser.__init__, Optimiser.step
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from tests import warm
 from trimtab.distributed.fsdp import Block
 from trimtab.distributed.mesh import Mesh
-from trimtab.train import tensor_parts
-from trimtab.train.tensor_parts import TensorParts, write_file, write_parts
+from trimtab.train import checkpoint_files as tensor_parts
+from trimtab.train.checkpoint_files import TensorParts, write_file, write_parts
 
 SHAPE = (7, 6)
 WHOLE = torch.arange(42.0).reshape(SHAPE)

@@ -26,7 +26,7 @@ from trimtab.models.load import Loaded, given_policy, load_policy
 from trimtab.models.policy import Policy
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.running.speaking import say
-from trimtab.train.optimiser import Optimiser
+from trimtab.train.optimizer import Optimiser
 
 
 @dataclass

@@ -38,7 +38,7 @@ from trimtab.models.save import save_model
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import SamplingParams, request_seed, stop_tokens
-from trimtab.train.optimiser import StepReport
+from trimtab.train.optimizer import StepReport
 
 
 class Learner:

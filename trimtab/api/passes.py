@@ -16,8 +16,8 @@ from trimtab.errors import RunFailed, UserError
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.plan.workload import TOKENS_ON_CPU, scoring_tokens
-from trimtab.train.optimiser import Optimiser
-from trimtab.train.pass_limit import PassLimit, Result, memory_guard, taking_back, until_it_fits
+from trimtab.train.micro_batch_limit import PassLimit, Result, memory_guard, taking_back, until_it_fits
+from trimtab.train.optimizer import Optimiser
 from trimtab.train.rl.micro_batches import cost, make_slice, micro_batches, packed
 
 COLUMNS = ("log_probs_N", "advantages_N", "weights_N", "reference_N")

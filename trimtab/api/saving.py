@@ -17,9 +17,8 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.files import replacing, writing
 from trimtab.models.policy import Policy
-from trimtab.train.integrity import PARTS, damage, sealed, take_sums, unsealed
-from trimtab.train.optimiser import Optimiser
-from trimtab.train.tensor_parts import TensorParts, write_parts
+from trimtab.train.checkpoint_files import PARTS, TensorParts, damage, sealed, take_sums, unsealed, write_parts
+from trimtab.train.optimizer import Optimiser
 
 STATE, MODEL, TOKENIZER = "state.json", "model", "tokenizer"
 GRADIENT = "gradient/"

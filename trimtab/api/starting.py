@@ -34,7 +34,7 @@ Job = TypeVar("Job", bound=CallOptions)
 def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = None) -> Path:
     """Run the job, and return its folder."""
     from trimtab.rewards.functions import register_functions
-    from trimtab.train.listening import heard_by
+    from trimtab.train.metrics import heard_by
 
     if on_iteration is not None and not callable(on_iteration):
         raise UserError(f"on_iteration takes a function, not {type(on_iteration).__name__}")
@@ -73,7 +73,7 @@ def _rehearse(options: TrainedOptions, given: Given) -> None:
 
 def _start(options: TrainedOptions, values: Mapping[str, Any], given: Given) -> None:
     from trimtab.running.training import start_training
-    from trimtab.train.earlier_runs import make_way
+    from trimtab.train.run_directory import make_way
 
     if given:
         make_way(options, print)  # which the run itself does later, with what is in the folder by then

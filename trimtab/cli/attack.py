@@ -15,7 +15,7 @@ def start(options: AttackOptions) -> None:
     from trimtab.distributed.random_state import seed_everything
     from trimtab.evaluate.attack.run import attack, check_output
     from trimtab.models.pretrained import quiet_transformers
-    from trimtab.train.restored import restored_policy
+    from trimtab.train.checkpoint import restored_policy
 
     check_output(options)
     quiet_transformers()

@@ -39,7 +39,7 @@ def job(verb: str, **defaults: Any) -> Callable[[type[Job]], type[Job]]:
 
     def decorate(cls: type[Job]) -> type[Job]:
         cls.verb = verb
-        cls.trainer = getattr(cls, "trainer", verb)
+        cls.trainer = getattr(cls, "trainer", "supervised")
         return with_defaults(**defaults)(cls)
 
     return decorate

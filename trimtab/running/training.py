@@ -1,8 +1,8 @@
 """A training job from its checked options: the job's module is imported late, and a run ends with its report.
 
 By convention the job `trimtab VERB` has its options in trimtab.config.jobs, as a class that says which module of
-trimtab.train is its trainer: VERB's own, or one that several jobs share. That has `train_TRAINER(options)` and
-`rehearse_TRAINER(options)`.
+trimtab.train is its trainer: `supervised`, `rl` or `tail`. That has `train_TRAINER(options)` and
+`dry_run_TRAINER(options)`.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from trimtab.distributed.supervision import LAUNCHER_SOCKET, Hear, is_lost_conne
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.running.leaving import show_what_is_left
 from trimtab.running.preparing import launches_others, on_a_cluster
-from trimtab.train.endings import last_checkpoint, mark_of_newest
+from trimtab.train.alarms import last_checkpoint, mark_of_newest
 
 
 def start_training(options: TrainedOptions, module: str, words: Sequence[str], hear: Hear | None = None) -> int:
@@ -37,7 +37,7 @@ def start_training(options: TrainedOptions, module: str, words: Sequence[str], h
 
 
 def rehearse_training(options: TrainedOptions) -> list[str]:
-    return getattr(_trainer(options), f"rehearse_{options.trainer}")(options)
+    return getattr(_trainer(options), f"dry_run_{options.trainer}")(options)
 
 
 def _train(options: TrainedOptions) -> None:

@@ -1,15 +1,18 @@
-"""What looks wrong in a run of any job, in words: told while it works, and in its report.
+"""What looks wrong in a run of any job, in words: alarms while it works, and lines for a run that ends badly.
 
-Everything follows from the rows of metrics.jsonl, so a resumed run that reads its earlier ones tells what it would have
-told. What only RL can get wrong is in rl/alarms.py.
+Alarms follow from the rows of metrics.jsonl alone, so a resumed run that reads its earlier rows raises those that it
+would have raised. What only RL can get wrong is in rl/alarms.py. The process that launches a run imports this file
+too: nothing heavy is imported on top.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from statistics import fmean, median, pstdev
 
-from trimtab.evaluate.tail_risk import share
+from trimtab.config.groups import CheckpointOptions
 
 LATELY = 20  # steps
 FEW, ENOUGH = 4, 10  # steps for a mean; to tell a rise from the noise of a batch, the first one's too
@@ -78,6 +81,8 @@ class Watch:
         self._norms.append(norm)
 
     def _accuracy(self, row: dict) -> Iterator[str]:
+        from trimtab.evaluate.tail_risk import share  # numpy
+
         accuracy, pairs = _finite(row, "accuracy"), _finite(row, "samples")
         # Of pairs, of which chance gets one half; while both rewards are still the same, none is right.
         if accuracy is None or not pairs or row.get("chosen_reward") in (None, row.get("rejected_reward")):
@@ -127,3 +132,47 @@ class Watch:
 def _finite(row: dict, name: str) -> float | None:
     value = row.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+# ---- lines for a run that ends badly, shared by supervised and RL runs
+
+
+LATEST = "latest"  # the file that names the newest checkpoint of its folder
+
+Mark = tuple[str, int]
+
+
+def mark_of_newest(options: CheckpointOptions) -> Mark | None:
+    """What is the newest in a run's folder, and when it became so by the clock of whoever keeps the files: only looked
+    at, since the folder may be another run's."""
+    latest = Path(options.checkpoint_folder) / LATEST
+    with suppress(OSError):
+        return latest.read_text(), latest.stat().st_mtime_ns
+    return None
+
+
+def go_on_from(saved: Path | None) -> str:
+    """`saved`: the checkpoint that was written for this ending."""
+    if saved is None:
+        return "no checkpoint was written, as --disable_ds_ckpt asks"
+    return f"checkpoint saved in {saved}; add --load_checkpoint to go on"
+
+
+def last_checkpoint(last: Path | None) -> str:
+    """`last`: the newest that a run has written, which could write none for its end."""
+    if last is None:
+        return "this run has no checkpoint to go on from"
+    return f"the last checkpoint is {last}; add --load_checkpoint to go on"
+
+
+def not_finite(when: str, last: Path | None) -> str:
+    """`last`: the newest checkpoint, all of whose numbers are finite, as all are that were written."""
+    go_on = f"the last checkpoint is {last}; add --load_checkpoint to go on from there" if last else "start again"
+    return f"the weights or Adam's moments are not finite {when}, so they were not saved; {go_on}, more slowly"
+
+
+def ended_badly(count: int, what: str, folder: Path) -> str:
+    return (
+        f"loss or gradient was not finite in the last {count} {what}, which therefore taught nothing; the model as it "
+        f"was before them is in {folder}; lower the learning rate, or look at the last of the data"
+    )

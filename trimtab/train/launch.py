@@ -1,101 +1,39 @@
-"""From checked options to a run: device, tokenizer, data, model, then the loop. Or a rehearsal of all but the loop."""
+"""What every training job does before its first step, and the lines of a dry run: tokenizer, places, model, memory."""
 
 import dataclasses
-from collections.abc import Callable
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.data import TemplateOptions
-from trimtab.config.groups import LoggingOptions
-from trimtab.config.jobs import SupervisedOptions
-from trimtab.config.objectives import DistillationOptions, ReferenceOptions
+from trimtab.data.batches import TokenBatch
+from trimtab.data.data_report import DataReport
 from trimtab.data.tokenizer import load_tokenizer
-from trimtab.distributed.device import Device, find_device
-from trimtab.distributed.process_group import World, find_world, leave_world
-from trimtab.distributed.random_state import process_seed, seed_everything
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.device import Device
+from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.load import TrainedModelOptions
-from trimtab.models.parallel.sharded_model import check_parallel_options, mesh_of
-from trimtab.models.pretrained import check_model_folder, quiet_transformers
+from trimtab.models.packed import PackedModel
+from trimtab.models.parallel.sharded_load import settle_path
+from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
+from trimtab.models.pretrained import quiet_transformers
+from trimtab.plan.hardware import GIB, of_device, shared
 from trimtab.plan.micro_batches import (
-    default_line,
-    for_manifest,
-    passes_of,
-    uses_default_tokens,
-    with_default_tokens,
-    with_planned_passes,
-    without_tokens,
+    is_wanted,
 )
-from trimtab.plan.workload import Rows, Work
+from trimtab.plan.workload import Work
 from trimtab.train.checkpoint import Checkpoints
-from trimtab.train.pass_limit import BeginAnew
-from trimtab.train.rehearsal import memory_line, model_lines, samples_with_masks, usable_rows
-from trimtab.train.supervised import SupervisedRun
-from trimtab.train.task import Task
 
 REHEARSED_ROWS = 256
 Job = TypeVar("Job", bound=TrainedModelOptions)
-
-MakeTask = Callable[[Any, Any], Task]  # (options, tokenizer)
-
-
-def train(options: SupervisedOptions, make_task: MakeTask) -> None:
-    device = find_device()
-    try:
-        world, carried = find_world(device), None
-        while True:
-            run = build_run(options, make_task, device, world)
-            try:
-                return run.train(carried)
-            except BeginAnew:
-                carried = run.carry()
-            del run
-            device.release_memory()
-    finally:
-        leave_world()
-
-
-def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, world: World) -> SupervisedRun:
-    """Everything up to the first step."""
-    check_share(options, world.size)
-    _check_places(options)
-    tokenizer = load_job_tokenizer(options)
-    if not world.leads:
-        world.wait()  # the first process fills the token cache for all
-    with pulse.waiting():  # reading the data takes as long as there are data
-        task = make_task(options, tokenizer)
-    if world.leads:
-        world.wait()
-    task.mesh = mesh = mesh_of(options, world)
-    for line in [*task.data_lines(), *without_evaluation(options, task)]:
-        world.say(line)
-    options = with_default_tokens(options, device, saved_passes(options, world))
-    options, memory_plan = with_planned_passes(options, device, world, lambda: supervised_work(task))
-    task.options = options
-    seed_everything(options.seed, deterministic=options.full_determinism)
-    loaded = task.load_model(device)
-    task.check_model(loaded.model)
-    for line in (*notes(options, device), *loaded.notes):
-        world.say(line)
-    task.padded = loaded.verdict.path != "packed"
-    if task.padded:
-        world.say(f"samples are padded, not packed: {loaded.verdict.reason}")
-    if uses_default_tokens(options, device):
-        if task.padded:
-            options = task.options = without_tokens(options)
-        elif options.packing_samples:  # a run of an earlier version goes on without
-            world.say(default_line(options))
-    task.attach(loaded, device)
-    # Dropout differs between processes that work on different tokens, everything else does not.
-    seed_everything(process_seed(options.seed, mesh.gradients.rank), deterministic=options.full_determinism)
-    described = {} if task.padded else for_manifest(memory_plan)
-    described["passes"] = passes_of(options, packed=not task.padded)
-    return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, mesh, described=described)
 
 
 def saved_passes(options: TrainedModelOptions, world: World) -> dict[str, int] | None:
@@ -110,34 +48,6 @@ def saved_passes(options: TrainedModelOptions, world: World) -> dict[str, int] |
     return world.gather(found)[0]
 
 
-def supervised_work(task: Task) -> Work:
-    """Steps as they will come: the largest of them needs the most memory."""
-    lengths, order = task.lengths(task.store), task.order()
-    step = max(int(lengths[order.step_samples(step)].sum()) for step in range(order.steps))
-    return Work(Rows(0, task.longest()), step, int(lengths.max()))
-
-
-def rehearse(options: SupervisedOptions, make_task: MakeTask) -> list[str]:
-    """Everything that can go wrong before the first step, on a few rows and without the weights."""
-    device = find_device()
-    _check_places(options)
-    tokenizer = load_job_tokenizer(options)
-    few = of_few_rows(options)
-    task = make_task(few, tokenizer)
-    model = task.skeleton()
-    task.check_model(model)
-    lines = [f"device: {device.name}", *notes(options, device), *model_lines(model, options, device)]
-    samples, about = usable_rows(task.report, options.max_samples, task.samples)
-    steps = dataclasses.replace(task.order(), samples=samples).steps
-    lines.append(f"data: {task.report.in_files:,} rows give {'about ' if about else ''}{steps:,} steps")
-    lines += samples_with_masks(task.make_batch(task.store, [0]), tokenizer)
-    if model.path == "packed" and uses_default_tokens(options, device):
-        options = with_default_tokens(options, device)
-        lines.append(default_line(options))
-    lines.append(memory_line(options, device, lambda: supervised_work(task)))
-    return lines
-
-
 def of_few_rows(options: Job) -> Job:
     """The same job on the first rows of its data."""
     few: dict[str, Any] = {
@@ -145,20 +55,6 @@ def of_few_rows(options: Job) -> Job:
         "eval_max_samples": min(options.eval_max_samples or REHEARSED_ROWS, REHEARSED_ROWS),
     }
     return dataclasses.replace(options, **few)
-
-
-def _check_places(options: SupervisedOptions) -> None:
-    """Before anything slow: is the model there, can it be split as asked, and can its successor be written?"""
-    models: dict[str, str | None] = {"pretrain": options.pretrain}
-    if isinstance(options, ReferenceOptions):
-        models["ref_pretrain"] = options.ref_pretrain
-    if isinstance(options, DistillationOptions):
-        models["teacher_model"] = options.teacher_model
-    for flag, name in models.items():
-        if name:
-            check_model_folder(name, f"--{flag}")
-            check_parallel_options(name, options, f"--{flag}")
-    check_output_folders(options)
 
 
 def check_output_folders(options: TrainedModelOptions) -> None:
@@ -185,14 +81,6 @@ def check_share(options: TrainedModelOptions, processes: int, *, learns: bool = 
     options.mesh_sizes(processes, learns=learns)
 
 
-def without_evaluation(options: LoggingOptions, task: Task) -> list[str]:
-    """Whether the data hold a test split is known only when they are read."""
-    if task.evaluation_samples:
-        return []
-    names = ("eval_steps", "eval_max_samples")
-    return [f"warning: {line}" for line in options.idle(names, "without --eval_dataset, or a test split in the data")]
-
-
 def notes(options: TrainedModelOptions, device: Device) -> list[str]:
     notes = []
     if options.bf16 and not device.has_fast_bf16():
@@ -202,3 +90,101 @@ def notes(options: TrainedModelOptions, device: Device) -> list[str]:
     if options.full_determinism and not device.is_accelerator and torch.get_num_threads() > 1:
         notes.append("note: results repeat bit for bit with the same number of threads")
     return notes
+
+
+# ---- lines of a dry run
+
+
+SHOWN = 600  # characters of a sample
+
+
+def with_mask(ids: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text in one line, with what carries loss in double brackets."""
+    cuts = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
+    text = ""
+    for start, end in itertools.pairwise(cuts):
+        piece = one_line(tokenizer.decode(ids[start:end]))
+        text += f"[[{piece}]]" if trained[start] else piece
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+
+
+def one_line(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n")
+
+
+def samples_with_masks(batch: TokenBatch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line for each sequence of the first sample."""
+    lines = []
+    for span in batch.spans:
+        rows = torch.from_numpy(span.rows())
+        shown = with_mask(batch.ids_T[rows].numpy(), batch.trained_T[rows].numpy(), tokenizer)
+        lines.append(f"first sample, [[what is learnt]]: {shown}")
+    return lines
+
+
+def model_lines(model: PackedModel, options: TrainedModelOptions, device: Device) -> list[str]:
+    """How a skeleton's model will be run: its size, its rows, and how it can be split over processes."""
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    lines = [f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained"]
+    verdict = settle_path(model, options, device)
+    packed = verdict.path == "packed"
+    lines.append("rows: packed" if packed else f"rows: padded, not packed: {verdict.reason}")
+    sizes = [str(size) for size in range(2, 9) if packed and _can_be_cut(model, size)]
+    tensor = f"--ds_tensor_parallel_size {' or '.join(sizes)}" if sizes else "no --ds_tensor_parallel_size"
+    ring = "--ring_attn_size" if packed else "no --ring_attn_size"
+    return [*lines, f"over several processes: {tensor}, {ring}"]
+
+
+def _can_be_cut(model: PackedModel, parts: int) -> bool:
+    try:
+        check_tensor_parallel(model.config, parts, "")
+    except UserError:
+        return False
+    return True
+
+
+def usable_rows(report: DataReport, most: int, kept: int) -> tuple[int, bool]:
+    """How many samples the whole data give, going by the share of the rehearsed rows that can be used; and whether
+    that is only about right."""
+    rows = min(report.in_files, most)
+    if rows <= report.rows_read:
+        return kept, False
+    return round(rows * kept / report.rows_read), kept < report.rows_read
+
+
+def memory_line(options: TrainedModelOptions, device: Device, work: Callable[[], Work]) -> str:
+    """What `trimtab plan` says of memory, in a line; where the job does not fit, which flags would make it."""
+    from trimtab.plan.plan import make_plan  # a second of imports
+    from trimtab.plan.split.launcher import flags_that_fit, planned_memory
+
+    processes = options.processes
+    here, propose = shared(of_device(device), processes), processes == 1 and is_wanted(options, device, World())
+    try:
+        known = work()
+        if processes > 1:
+            share, memory = planned_memory(options, here, known, processes, propose=False)
+            fits, peak = memory.peak <= share.room, memory.peak
+        else:
+            plan = make_plan(options, here, known, propose=propose)
+            fits, peak = plan.fits, plan.memory.peak
+        verdict = "it fits"
+        if not fits:
+            verdict = f"it does not fit: {flags_that_fit(options, here, known, processes, propose=propose)}"
+    except UserError as error:
+        return f"memory: not planned ({error})"
+    each = "" if processes == 1 else f" in each of {processes} processes"
+    return f"memory: about {peak / GIB:.2f} GiB at the peak{each}, of {here.memory / GIB:.1f} GiB here: {verdict}"
+
+
+# ---- garbage collection
+
+
+@contextmanager
+def gc_frozen() -> Iterator[None]:
+    gc.collect()  # but for what is garbage already
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

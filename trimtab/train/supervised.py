@@ -6,6 +6,7 @@ A step's samples, learning rate and random state follow from its number and the 
 was killed and resumed is the run that was not. Which loss is learnt is the task's business (see task.py).
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -18,30 +19,66 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from trimtab.config.groups import LoggingOptions
 from trimtab.config.jobs import SupervisedOptions
+from trimtab.config.objectives import DistillationOptions, ReferenceOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.device import Device
+from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.fsdp import GRADIENT_DTYPES, sync_gradients
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.process_group import deal, reinit_process_group
+from trimtab.distributed.process_group import World, deal, find_world, leave_world, reinit_process_group
 from trimtab.distributed.random_state import process_seed, random_state, restore_random_state, seed_everything
+from trimtab.distributed.supervision import pulse
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.files import write_json, writing
 from trimtab.interrupts import StopRequest
 from trimtab.models.packed import PackedModel, scoring
+from trimtab.models.parallel.sharded_model import check_parallel_options, mesh_of
+from trimtab.models.pretrained import check_model_folder
 from trimtab.models.save import save_model
+from trimtab.plan.micro_batches import (
+    default_line,
+    for_manifest,
+    passes_of,
+    uses_default_tokens,
+    with_default_tokens,
+    with_planned_passes,
+    without_tokens,
+)
+from trimtab.plan.workload import Rows, Work
+from trimtab.train.alarms import ended_badly, go_on_from, not_finite
 from trimtab.train.checkpoint import Checkpoints, reading
-from trimtab.train.compiling import Compiling
-from trimtab.train.earlier_runs import earlier_checkpoint
-from trimtab.train.endings import ended_badly, go_on_from, not_finite
-from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings
-from trimtab.train.optimiser import Optimiser, StepReport
-from trimtab.train.pass_limit import FLAGS, BeginAnew, PassLimit, memory_guard, taking_back, until_it_fits
-from trimtab.train.run_folder import RunFolder
-from trimtab.train.run_log import RunLog
-from trimtab.train.space import SpaceWatch, adam_bytes
+from trimtab.train.checkpoint_files import HeldParts, TensorParts, all_finite, write_parts
+from trimtab.train.launch import (
+    check_output_folders,
+    check_share,
+    load_job_tokenizer,
+    memory_line,
+    model_lines,
+    notes,
+    of_few_rows,
+    samples_with_masks,
+    saved_passes,
+    usable_rows,
+)
+from trimtab.train.layer_compilation import Compiling
+from trimtab.train.metrics import RunLog
+from trimtab.train.micro_batch_limit import FLAGS, BeginAnew, PassLimit, memory_guard, taking_back, until_it_fits
+from trimtab.train.optimizer import Optimiser, StepReport
+from trimtab.train.preference_tasks import DPOTask, KTOTask
+from trimtab.train.reward_tasks import PRMTask, RMTask
+from trimtab.train.run_directory import (
+    RunFolder,
+    SpaceWatch,
+    adam_bytes,
+    compare,
+    earlier_checkpoint,
+    make_manifest,
+    names_fingerprint,
+    settings,
+)
+from trimtab.train.sft_tasks import KDTask, SFTTask
 from trimtab.train.task import Task, Totals
-from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
 NO_ROOM = 256  # among the numbers of signals: a process could not write
@@ -441,3 +478,120 @@ class SupervisedRun:
 def _halves(part: list[int]) -> list[list[int]]:
     middle = len(part) // 2
     return [part[:middle], part[middle:]] if middle else [part]
+
+
+# ---- from checked options to a run
+
+TASKS: dict[str, type[Task]] = {
+    "sft": SFTTask,
+    "kd": KDTask,
+    "rm": RMTask,
+    "prm": PRMTask,
+    "dpo": DPOTask,
+    "kto": KTOTask,
+}
+MakeTask = Callable[[Any, Any], Task]  # (options, tokenizer)
+
+
+def train_supervised(options: SupervisedOptions) -> None:
+    device = find_device()
+    try:
+        world, carried = find_world(device), None
+        while True:
+            run = build_run(options, TASKS[options.verb], device, world)
+            try:
+                return run.train(carried)
+            except BeginAnew:
+                carried = run.carry()
+            del run
+            device.release_memory()
+    finally:
+        leave_world()
+
+
+def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, world: World) -> SupervisedRun:
+    """Everything up to the first step."""
+    check_share(options, world.size)
+    _check_places(options)
+    tokenizer = load_job_tokenizer(options)
+    if not world.leads:
+        world.wait()  # the first process fills the token cache for all
+    with pulse.waiting():  # reading the data takes as long as there are data
+        task = make_task(options, tokenizer)
+    if world.leads:
+        world.wait()
+    task.mesh = mesh = mesh_of(options, world)
+    for line in [*task.data_lines(), *without_evaluation(options, task)]:
+        world.say(line)
+    options = with_default_tokens(options, device, saved_passes(options, world))
+    options, memory_plan = with_planned_passes(options, device, world, lambda: supervised_work(task))
+    task.options = options
+    seed_everything(options.seed, deterministic=options.full_determinism)
+    loaded = task.load_model(device)
+    task.check_model(loaded.model)
+    for line in (*notes(options, device), *loaded.notes):
+        world.say(line)
+    task.padded = loaded.verdict.path != "packed"
+    if task.padded:
+        world.say(f"samples are padded, not packed: {loaded.verdict.reason}")
+    if uses_default_tokens(options, device):
+        if task.padded:
+            options = task.options = without_tokens(options)
+        elif options.packing_samples:  # a run of an earlier version goes on without
+            world.say(default_line(options))
+    task.attach(loaded, device)
+    # Dropout differs between processes that work on different tokens, everything else does not.
+    seed_everything(process_seed(options.seed, mesh.gradients.rank), deterministic=options.full_determinism)
+    described = {} if task.padded else for_manifest(memory_plan)
+    described["passes"] = passes_of(options, packed=not task.padded)
+    return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, mesh, described=described)
+
+
+def supervised_work(task: Task) -> Work:
+    """Steps as they will come: the largest of them needs the most memory."""
+    lengths, order = task.lengths(task.store), task.order()
+    step = max(int(lengths[order.step_samples(step)].sum()) for step in range(order.steps))
+    return Work(Rows(0, task.longest()), step, int(lengths.max()))
+
+
+def dry_run_supervised(options: SupervisedOptions) -> list[str]:
+    """Everything that can go wrong before the first step, on a few rows and without the weights."""
+    device = find_device()
+    _check_places(options)
+    tokenizer = load_job_tokenizer(options)
+    few = of_few_rows(options)
+    task = TASKS[options.verb](few, tokenizer)
+    model = task.skeleton()
+    task.check_model(model)
+    lines = [f"device: {device.name}", *notes(options, device), *model_lines(model, options, device)]
+    samples, about = usable_rows(task.report, options.max_samples, task.samples)
+    steps = dataclasses.replace(task.order(), samples=samples).steps
+    lines.append(f"data: {task.report.in_files:,} rows give {'about ' if about else ''}{steps:,} steps")
+    lines += samples_with_masks(task.make_batch(task.store, [0]), tokenizer)
+    if model.path == "packed" and uses_default_tokens(options, device):
+        options = with_default_tokens(options, device)
+        lines.append(default_line(options))
+    lines.append(memory_line(options, device, lambda: supervised_work(task)))
+    return lines
+
+
+def without_evaluation(options: LoggingOptions, task: Task) -> list[str]:
+    """Whether the data hold a test split is known only when they are read."""
+    if task.evaluation_samples:
+        return []
+    names = ("eval_steps", "eval_max_samples")
+    return [f"warning: {line}" for line in options.idle(names, "without --eval_dataset, or a test split in the data")]
+
+
+def _check_places(options: SupervisedOptions) -> None:
+    """Before anything slow: is the model there, can it be split as asked, and can its successor be written?"""
+    models: dict[str, str | None] = {"pretrain": options.pretrain}
+    if isinstance(options, ReferenceOptions):
+        models["ref_pretrain"] = options.ref_pretrain
+    if isinstance(options, DistillationOptions):
+        models["teacher_model"] = options.teacher_model
+    for flag, name in models.items():
+        if name:
+            check_model_folder(name, f"--{flag}")
+            check_parallel_options(name, options, f"--{flag}")
+    check_output_folders(options)

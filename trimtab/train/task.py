@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.algos.supervised_losses import load_balancing_loss
-from trimtab.config.jobs import SupervisedOptions
+from trimtab.config.jobs import DPOOptions, RMOptions, SupervisedOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.order import SampleOrder
 from trimtab.data.overlap import beginnings, count_shared
 from trimtab.data.packing import chunk, pack
+from trimtab.data.pairs import PairStore, build_pair_store
 from trimtab.data.places import places_of
 from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.distributed.device import Device
@@ -28,7 +29,7 @@ from trimtab.models.compile import AtWork
 from trimtab.models.load import Loaded, fake_policy, load_policy
 from trimtab.models.packed import PackedModel, learned_positions
 from trimtab.models.reward import REWARDS
-from trimtab.train.pass_limit import PassLimit
+from trimtab.train.micro_batch_limit import PassLimit
 
 Totals = dict[str, float]
 
@@ -248,3 +249,30 @@ def counts_by_sequence(batch: TokenBatch) -> Tensor:
 def _prompts_of(store: Any) -> Iterator[bytes]:
     sequences = getattr(store, "sequences", store)
     return beginnings(sequences.ids, sequences.offsets, sequences.trained, every=len(sequences) // len(store))
+
+
+# ---- preference pairs
+
+
+class PairTask(Task):
+    options: RMOptions | DPOOptions
+    sequences_a_sample = 2
+
+    def build_store(self, rows, what):
+        return build_pair_store(rows, self.tokenizer, self.options, what=what)
+
+    def make_batch(self, store: PairStore, samples: list[int]) -> TokenBatch:
+        """Sequence 2i is the chosen answer of the i-th sample, 2i + 1 the rejected one."""
+        examples = [example for i in samples for example in store.pair(i)]
+        shared = [borrowed for i in samples for borrowed in (0, int(store.shared[i]))]
+        extra = {}
+        if store.margins is not None:
+            extra["margin_P"] = torch.from_numpy(store.margins[samples])
+        return TokenBatch.of(examples, shared, **extra)
+
+    def lengths(self, store: PairStore) -> np.ndarray:
+        return store.lengths_sharing
+
+    def totals(self, batches: list[TokenBatch]) -> Totals:
+        totals = super().totals(batches)
+        return totals | {"pairs": totals["sequences"] / 2}

@@ -17,7 +17,7 @@ from tests.train.rl.test_resume import at
 from trimtab.cli.main import main
 from trimtab.errors import CannotWrite, OutOfMemory
 from trimtab.train.metrics import read_rows
-from trimtab.train.pass_limit import BeginAnew, NoRoom
+from trimtab.train.micro_batch_limit import BeginAnew, NoRoom
 from trimtab.train.rl.async_worker import GroupGenerator
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun

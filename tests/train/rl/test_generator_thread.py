@@ -11,7 +11,7 @@ from tests.train.rl.test_async_worker import DRAWN, Judge, Words, admission
 from trimtab.errors import RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.pass_limit import NoRoom
+from trimtab.train.micro_batch_limit import NoRoom
 from trimtab.train.rl.async_worker import AsyncRolloutWorker
 
 LONG = SamplingParams(max_new_tokens=400, n=3)

@@ -35,7 +35,7 @@ def words(folder: Path, out: Path, *more: str) -> list[str]:
 def keep_gradients(place: Path) -> None:
     """Write the gradients of the first update of actor and critic down, as they are before the optimiser."""
     from trimtab.distributed.fsdp import whole
-    from trimtab.train.optimiser import Optimiser
+    from trimtab.train.optimizer import Optimiser
 
     plain = Optimiser.step
 

@@ -11,7 +11,7 @@ import pytest
 from tests import warm
 from tests.train.rl.rl_run import ESTIMATORS, ITERATIONS, arguments, assert_identical, result, rows, write_task
 from trimtab.models.compile import CompileResult
-from trimtab.train import compiling
+from trimtab.train import layer_compilation as compiling
 from trimtab.train.rl.loop import RLRun
 
 

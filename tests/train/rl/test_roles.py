@@ -1,7 +1,7 @@
 from trimtab.config.checks import settle
 from trimtab.config.jobs import PPOOptions, TailOptions
 from trimtab.train.rl.roles import make_units_in_processes
-from trimtab.train.tail.description import tail_units_of
+from trimtab.train.tail.proposal import tail_units_of
 
 MODELS = {"pretrain": "a/b", "prompt_data": "a/b", "reward_pretrain": "a/b"}
 PLACED = {f"{role}_num_gpus_per_node": 2 for role in ("actor", "ref", "critic", "reward")}

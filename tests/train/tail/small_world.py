@@ -26,9 +26,8 @@ from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.rewards.types import RewardRequest, RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
-from trimtab.train.tail import builders
-from trimtab.train.tail.launch import TailController
-from trimtab.train.tail.loop import TailRun
+from trimtab.train.tail import proposal as builders
+from trimtab.train.tail.tail_run import TailController, TailRun
 
 WORDS = ["<pad>", "<eos>", "a", "b"]
 END, LENGTH = 1, 2

@@ -14,7 +14,7 @@ from tests.train.rl.rl_run import assert_identical, result, rows, without, write
 from tests.train.rl.test_resume import at
 from tests.train.tail.tail_run import arguments, metric_files
 from trimtab.sandbox import process as waiting
-from trimtab.train.tail.loop import TailRun
+from trimtab.train.tail.tail_run import TailRun
 
 
 @pytest.fixture(scope="module")

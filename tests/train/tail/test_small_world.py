@@ -19,8 +19,8 @@ from tests.train.tail.small_world import (
     token_log_probs,
     write_world,
 )
-from trimtab.train.tail.loop import TailIteration
-from trimtab.train.tail.shaping import shape_own, shape_proposed
+from trimtab.train.tail.tail_advantages import shape_own, shape_proposed
+from trimtab.train.tail.tail_run import TailIteration
 
 BETA, LAMBDA = -1.5, 0.4
 EVERYTHING = len(ANSWERS)

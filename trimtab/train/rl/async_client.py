@@ -10,7 +10,7 @@ from trimtab.distributed.launcher import EngineLost, Group, PendingCall, Unanswe
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.pass_limit import NoRoom
+from trimtab.train.micro_batch_limit import NoRoom
 from trimtab.train.rl.async_groups import Admission, Collected, InFlightGroup, LeftOut, Wait, Written
 from trimtab.train.rl.rollout_client import RolloutClient, travelling
 from trimtab.train.rl.rollout_files import Told

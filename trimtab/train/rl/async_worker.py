@@ -31,7 +31,7 @@ from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
-from trimtab.train.pass_limit import NoRoom, memory_guard
+from trimtab.train.micro_batch_limit import NoRoom, memory_guard
 from trimtab.train.rl.async_groups import Admission, Collected, InFlightGroup, LeftOut, Wait, Written
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_files import JUDGING, WRITING, Spans, Told

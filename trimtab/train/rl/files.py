@@ -18,17 +18,13 @@ from trimtab.distributed.launcher import Group
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import RunFailed, UserError
 from trimtab.files import writing
+from trimtab.train.alarms import not_finite
 from trimtab.train.checkpoint import Checkpoints, reading
-from trimtab.train.earlier_runs import earlier_checkpoint
-from trimtab.train.endings import not_finite
-from trimtab.train.manifest import compare
-from trimtab.train.metrics import MetricsFile
+from trimtab.train.checkpoint_files import TensorParts, write_parts
+from trimtab.train.metrics import MetricsFile, RunLog
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
 from trimtab.train.rl.rollout_files import KeptTokens, TimeLine, best_and_worst, sample_fields, turns, whole_groups
-from trimtab.train.run_folder import RunFolder
-from trimtab.train.run_log import RunLog
-from trimtab.train.space import SpaceWatch, adam_bytes
-from trimtab.train.tensor_parts import TensorParts, write_parts
+from trimtab.train.run_directory import RunFolder, SpaceWatch, adam_bytes, compare, earlier_checkpoint
 
 LEARNERS = ("actor", "critic", "proposal")
 OF_THE_LOOP = ("experience", "ahead")

@@ -37,10 +37,17 @@ from trimtab.rollout.factory import require_packed
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
-from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows, saved_passes
-from trimtab.train.manifest import make_manifest, settings
-from trimtab.train.pass_limit import BeginAnew, NoRoom
-from trimtab.train.rehearsal import memory_line, model_lines, one_line, usable_rows
+from trimtab.train.launch import (
+    load_job_tokenizer,
+    memory_line,
+    model_lines,
+    notes,
+    of_few_rows,
+    one_line,
+    saved_passes,
+    usable_rows,
+)
+from trimtab.train.micro_batch_limit import BeginAnew, NoRoom
 from trimtab.train.rl.async_groups import Admission, Collected, InFlightGroup, LeftOut, Wait, Written
 from trimtab.train.rl.async_source import AsyncSource
 from trimtab.train.rl.checks import (
@@ -75,6 +82,7 @@ from trimtab.train.rl.source import (
     with_recorded_options,
 )
 from trimtab.train.rl.state import Roles
+from trimtab.train.run_directory import make_manifest, settings
 
 
 class Controller:
@@ -243,7 +251,7 @@ def count_iterations(prompts: SampleOrder, options: RLOptions) -> int:
 OF_A_CLUSTER = "memory: trimtab plan --nodes N --gpus M says what fits on a cluster"
 
 
-def rehearse_rl(
+def dry_run_rl(
     options: RLOptions,
     load_stores: Callable[[Any, Any], tuple] = load_stores,
     episodes: int | None = None,

@@ -20,9 +20,9 @@ from trimtab.distributed.launcher import EngineLost, Group
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
-from trimtab.train.endings import ended_badly, go_on_from
-from trimtab.train.garbage import what_is_there_stays
-from trimtab.train.pass_limit import NoRoom, PassLimit
+from trimtab.train.alarms import ended_badly, go_on_from
+from trimtab.train.launch import gc_frozen
+from trimtab.train.micro_batch_limit import NoRoom, PassLimit
 from trimtab.train.rl.async_client import RolloutStalled
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
@@ -99,7 +99,7 @@ class RLRun:
             # The disk may have been full when it was to be told.
             if resumed and not taken_over and self.iteration is None:
                 self.files.keep_places(self.counters.iteration, self.supply.settled())
-            with what_is_there_stays() if self.options.environment_source else nullcontext():
+            with gc_frozen() if self.options.environment_source else nullcontext():
                 self.run_iterations(stop)
 
     def run_iterations(self, stop: StopRequest) -> None:

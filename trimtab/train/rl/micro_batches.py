@@ -26,7 +26,7 @@ from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.launcher import Group
 from trimtab.distributed.process_group import deal
 from trimtab.plan.workload import scoring_tokens
-from trimtab.train.pass_limit import FLAGS, BeginAnew, NoRoom, PassLimit, Result, until_it_fits
+from trimtab.train.micro_batch_limit import FLAGS, BeginAnew, NoRoom, PassLimit, Result, until_it_fits
 from trimtab.train.rl.experience import Experience, Trajectories, joined, runs
 
 

@@ -22,8 +22,8 @@ from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.models.pretrained import quiet_transformers
+from trimtab.train.alarms import last_checkpoint, mark_of_newest
 from trimtab.train.checkpoint import newest_of_run
-from trimtab.train.endings import last_checkpoint, mark_of_newest
 from trimtab.train.rl.checks import check_shares, places_of
 from trimtab.train.rl.launch import RECORDS, Controller, set_up, train
 from trimtab.train.rl.roles import layout_of_units

@@ -29,10 +29,10 @@ from trimtab.plan.layouts import layout_of
 from trimtab.rewards.build import Parts, non_model_rewards, reward_models
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine, build_vllm_engine, engine_environment
-from trimtab.train.compiling import given_up
 from trimtab.train.launch import load_job_tokenizer
-from trimtab.train.optimiser import Optimiser
-from trimtab.train.reference import Reference
+from trimtab.train.layer_compilation import given_up
+from trimtab.train.optimizer import Optimiser
+from trimtab.train.preference_tasks import Reference
 from trimtab.train.rl.async_worker import AsyncRolloutWorker
 from trimtab.train.rl.checks import critic_start, first_reward
 from trimtab.train.rl.rollout_worker import RewardModels, RolloutWorker

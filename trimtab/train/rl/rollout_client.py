@@ -15,7 +15,7 @@ from trimtab.errors import OutOfMemory, RunFailed, UserError
 from trimtab.rewards.requests import PromptBatch, make_reward_request
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.pass_limit import NoRoom
+from trimtab.train.micro_batch_limit import NoRoom
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_worker import Answers, Failed, Replied, reward_models_too_large, rollout_too_large
 

@@ -23,8 +23,8 @@ from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
-from trimtab.train.compiling import agreed, settle_layers, told
-from trimtab.train.pass_limit import NoRoom, memory_guard
+from trimtab.train.layer_compilation import agreed, settle_layers, told
+from trimtab.train.micro_batch_limit import NoRoom, memory_guard
 from trimtab.train.rl.experience import Experience
 
 

@@ -28,17 +28,16 @@ from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic
 from trimtab.models.save import save_model
 from trimtab.rollout.sampling import stop_tokens
-from trimtab.train.average import WeightAverage
-from trimtab.train.compiling import agreed, settle_layers, told
-from trimtab.train.manifest import names_fingerprint
-from trimtab.train.optimiser import Optimiser
-from trimtab.train.pass_limit import memory_guard, taking_back
-from trimtab.train.reference import Reference
+from trimtab.train.checkpoint_files import HeldParts, TensorParts, all_finite, write_parts
+from trimtab.train.layer_compilation import agreed, settle_layers, told
+from trimtab.train.micro_batch_limit import memory_guard, taking_back
+from trimtab.train.optimizer import Optimiser, WeightAverage
+from trimtab.train.preference_tasks import Reference
 from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.rl.weight_sync import WeightSender
+from trimtab.train.run_directory import names_fingerprint
 from trimtab.train.task import Share, Totals
-from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
 
 
 class Trainer(Role):

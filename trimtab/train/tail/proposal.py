@@ -1,26 +1,81 @@
-"""The learners of a tail method: the policy, and RePULSe's proposal.
+"""The roles of a tail run: those of an RL run, RePULSe's proposal, the start, and the exact count of bad words.
 
-The proposal is a language model q of its own, adapters on the policy's weights, or what modulates the policy: a head,
-or a model of its own. Adapters and heads work on the policy's weights: every process holds all that they learn, and
-their gradients are averaged.
+A micro-batch's share of one optimizer step:
+
+    (1 / answers) sum over tokens of -A_it log p(s_it)        policy: REINFORCE, with the push-down term in A
+    (1 / answers) sum over tokens of -A_it log psi_it         proposal: contrastive twist learning
+
+`totals["answers"]` are the policy's own answers, also where the proposal's are pushed down in the same step.
+
+The proposal is a second language model q, adapters on the policy's weights, or what modulates the policy: a head, or a
+second model. Adapters and heads work on the policy's weights: every process holds all that they learn, and their
+gradients are averaged. They are built with the policy.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trimtab.algos.policy_losses import reinforce_loss
+from trimtab.config.jobs import TailOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.fsdp import whole
+from trimtab.distributed.launcher import Place, Unit
+from trimtab.models.load import load_policy
 from trimtab.models.packed import scoring
-from trimtab.models.proposal_policies import TwistedPolicy, TwistModel
-from trimtab.train.pass_limit import memory_guard
+from trimtab.models.policy import Policy
+from trimtab.models.proposal_policies import SharedBasePolicy, TwistedPolicy, TwistModel, twist_of
+from trimtab.rewards.build import Parts, non_model_rewards
+from trimtab.rollout.sampling import stop_tokens
+from trimtab.train.launch import load_job_tokenizer
+from trimtab.train.micro_batch_limit import memory_guard
 from trimtab.train.rl.micro_batches import Slice, batches_of
+from trimtab.train.rl.objective import agreement
+from trimtab.train.rl.roles import (
+    actor_of,
+    has_reference,
+    in_their_processes,
+    make_units,
+    optimiser_of,
+    rollouts_of,
+    scorer,
+)
 from trimtab.train.rl.trainer import PolicyTrainer, fetched
-from trimtab.train.tail.objective import policy_share, twist_share
+from trimtab.train.tail.measurements import BadWords, bad_tokens
 from trimtab.train.task import Share, Totals
+
+
+def policy_share(policy: Policy, batch: TokenBatch, totals: Totals) -> Share:
+    """`batch.extra`: advantages_N, and sampled_N where the answers are the policy's own."""
+    log_probs_N = policy(batch).log_probs_N
+    loss = reinforce_loss(log_probs_N, batch.extra["advantages_N"]).sum() / totals["answers"]
+    return Share(loss, {"loss": loss.detach(), **_agreement(log_probs_N, batch, totals)})
+
+
+def twist_share(log_twist_N: Tensor, batch: TokenBatch, totals: Totals) -> Share:
+    """`batch.extra`: advantages_N."""
+    loss = reinforce_loss(log_twist_N, batch.extra["advantages_N"]).sum() / totals["answers"]
+    return Share(loss, {"loss": loss.detach()})
+
+
+def _agreement(log_probs_N: Tensor, batch: TokenBatch, totals: Totals) -> dict[str, Tensor]:
+    """How far what is trained is from what was sampled; a proposal's answers say nothing of that."""
+    sampled_N = batch.extra.get("sampled_N")
+    if sampled_N is None:
+        nothing = torch.zeros((), device=log_probs_N.device)
+        return {"log_prob_gap": nothing, "log_prob_ratio": nothing}
+    found = agreement(log_probs_N, log_probs_N, sampled_N, totals["seen_tokens"])
+    return {name: found[name] for name in ("log_prob_gap", "log_prob_ratio")}
+
+
+# ---- trainers
+
 
 TWIST = "twist.safetensors"
 
@@ -108,3 +163,104 @@ class ModulationModel(ProposalModel):
         super().write_model(folder)
         if self.mesh.leads:
             save_file(weights, folder / TWIST)
+
+
+# ---- builders
+
+
+HEAD_LAYERS = {"modulation_linear_head": 1, "modulation_nn_head": 3}
+
+
+def build_actor(options: TailOptions, place: Place) -> dict[str, Any]:
+    tokenizer = load_job_tokenizer(options)
+    loaded = load_policy(options, place.device, place.mesh)
+    borrowing = None
+    if options.method == "repulse" and options.proposal_lora_rank > 0:
+        borrowing = _borrowing_policy(loaded.model, options, place)
+    kind = PolicyTrainer if options.method == "ppo" else TailActor
+    rewards = non_model_rewards(options, place.stop.requested)
+    roles: dict[str, Any] = {
+        "actor": actor_of(options, loaded, tokenizer, place, kind),
+        "rollouts": rollouts_of(options, loaded.model, rewards, tokenizer, place),
+    }
+    if options.lora_rank > 0 and (name := name_of_start(options)):
+        roles[name] = scorer(options, place, loaded)
+    if options.method == "repulse":
+        learner, rollouts = _proposal(loaded.model, borrowing, rewards, options, tokenizer, place)
+        roles |= {"proposal": learner, "proposal_rollouts": rollouts}
+    if options.analytic_bad_word_calc:
+        bad, stops = bad_tokens(options, tokenizer), stop_tokens(loaded.model, tokenizer)
+        roles["bad_words"] = BadWords(loaded.model, bad, options.generate_max_len, stops)
+    return roles
+
+
+def build_start(options: TailOptions, place: Place) -> dict[str, Any]:
+    return {"start": scorer(options, place)}
+
+
+def name_of_start(options: TailOptions) -> str | None:
+    """The role of the policy as it was: what a KL is measured to, or what held-out answers alone are compared with."""
+    if has_reference(options):
+        return "reference"
+    return "start" if options.evaluate_heldout_sampling else None
+
+
+def _proposal(
+    policy: Policy,
+    borrowing: SharedBasePolicy | None,
+    rewards: Parts,
+    options: TailOptions,
+    tokenizer: Any,
+    place: Place,
+) -> tuple[ProposalModel, Any]:
+    """Its learner, and what answers prompts with it."""
+
+    def learner(make: Callable[..., ProposalModel], model: Any) -> ProposalModel:
+        its_options = dataclasses.replace(options, enable_ema=False)
+        trained = model if isinstance(model, TwistModel) else model.model
+        optimiser = optimiser_of(its_options, trained, options.proposal_learning_rate, place)
+        return make(its_options, model, optimiser, tokenizer, place.device, place.mesh)
+
+    answering = partial(rollouts_of, options, rewards=rewards, tokenizer=tokenizer, place=place)
+    if borrowing is not None:
+        return learner(BorrowingProposal, borrowing), answering(borrowing)
+    if options.proposal in HEAD_LAYERS:
+        model = TwistedPolicy(policy, twist_of(policy, layers=HEAD_LAYERS[options.proposal]))
+        return learner(Modulation, model), answering(model)
+    if options.proposal == "modulation_model":
+        psi = _second_model(options, place, TwistModel)
+        model = TwistedPolicy(policy, psi.twist, psi)
+        return learner(partial(ModulationModel, model), psi), answering(model)
+    second = _second_model(options, place)
+    return learner(ProposalModel, second), answering(second)
+
+
+def _second_model(options: TailOptions, place: Place, within: Callable[[Policy], Any] = lambda policy: policy) -> Any:
+    """From the same weights as the policy, and trained in full."""
+    whole = dataclasses.replace(options, lora_rank=0)
+    return load_policy(whole, place.device, place.mesh, within=within).model
+
+
+def _borrowing_policy(policy: Policy, options: TailOptions, place: Place) -> SharedBasePolicy:
+    adapted = dataclasses.replace(options, lora_rank=options.proposal_lora_rank)
+    return SharedBasePolicy(policy, adapted, place.device, split=place.mesh.size > 1)
+
+
+# ---- units
+
+
+def tail_units_of(options: TailOptions, processes: int) -> list[Unit]:
+    """Those of an RL run, with more beside the policy, and the policy as it was where only held-out answers need it."""
+    actor, *others = make_units(options)
+    start = name_of_start(options)
+    roles = ["actor", "rollouts"]
+    if start and options.lora_rank > 0:
+        roles.append(start)
+    if options.method == "repulse":
+        roles += ["proposal", "proposal_rollouts"]
+    if options.analytic_bad_word_calc:
+        roles.append("bad_words")
+    units = [dataclasses.replace(actor, build=build_actor, roles=tuple(roles)), *others]
+    if start == "start" and options.lora_rank == 0:
+        units.append(Unit("start", build_start, ("start",)))
+    return in_their_processes(options, units, processes)

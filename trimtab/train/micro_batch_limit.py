@@ -17,7 +17,7 @@ from trimtab.distributed.device import is_out_of_memory
 from trimtab.distributed.process_group import abort_collectives, abort_reason
 from trimtab.distributed.random_state import random_state, restore_random_state
 from trimtab.errors import OutOfMemory, RunFailed
-from trimtab.train.optimiser import Optimiser
+from trimtab.train.optimizer import Optimiser
 
 Result = TypeVar("Result")
 

@@ -5,8 +5,9 @@ fp32 masters and fp32 gradient accumulators of its own and writes the result bac
 vanish in a bf16 parameter. When they are fp32 already, master and parameter are the same tensor.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from trimtab.config.groups import UpdateOptions
 from trimtab.distributed.fsdp import accumulate_in, local, sum_over_parts
-from trimtab.train.tensor_parts import HeldParts, TensorParts
+from trimtab.train.checkpoint_files import HeldParts, TensorParts
 
 
 @dataclass
@@ -232,3 +233,38 @@ def schedule(options: UpdateOptions, total_steps: int, adam: torch.optim.Optimiz
         scheduler_specific_kwargs=extra.get(options.lr_scheduler, {}),
     ).lr_lambdas[0]
     return lambda step: (step + 1) / warmup if step < warmup else after(step)
+
+
+# ---- average of the weights
+
+
+class WeightAverage:
+    def __init__(self, optimiser: Optimiser, decay: float):
+        self.optimiser, self.decay = optimiser, decay
+        self.averages = {name: master.detach().clone() for name, master in optimiser.masters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, master in self.optimiser.masters.items():
+            self.averages[name].lerp_(master.detach(), 1 - self.decay)
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"average/{name}": tensor for name, tensor in self.averages.items()}
+
+    def restore(self, saved: TensorParts | HeldParts) -> None:
+        for name, tensor in self.averages.items():
+            saved.read_into(f"average/{name}", tensor)
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def in_place(self) -> Iterator[None]:
+        """Inside, the model's weights are the averages."""
+        working = self.optimiser.working
+        kept = {name: parameter.detach().clone() for name, parameter in working.items()}
+        for name, parameter in working.items():
+            parameter.copy_(self.averages[name])
+        try:
+            yield
+        finally:
+            for name, parameter in working.items():
+                parameter.copy_(kept[name])

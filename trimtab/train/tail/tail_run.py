@@ -1,4 +1,4 @@
-"""The loop of the tail methods: that of the RL jobs, with answers of a proposal between sampling and updating.
+"""A tail run: the RL loop, with answers of a proposal between sampling and updating; its prompts and its launch.
 
     sample the policy, score, shape; as often as asked for: sample the proposal, score, shape, update the proposal;
     update the policy on both; log, save
@@ -6,25 +6,73 @@
 The proposal's rounds and its last answers are part of the iteration in hand, hence of every checkpoint.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from datasets import Dataset
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from trimtab.config.rl_jobs import TailOptions
+from trimtab.config.jobs import TailOptions
+from trimtab.config.repulse_spelling import run_name
 from trimtab.config.tail import PUSHING
-from trimtab.distributed.launcher import Group
+from trimtab.data.formats import require_columns
+from trimtab.data.prompts import Stores, build_prompt_store, build_prompt_stores, input_column, load_prompt_rows
+from trimtab.data.sources import load_rows
+from trimtab.distributed.launcher import Group, Unit
+from trimtab.errors import UserError
+from trimtab.evaluate.bad_words import check_countable
 from trimtab.interrupts import StopRequest
+from trimtab.models.load import fake_policy
+from trimtab.models.policy import Policy
 from trimtab.rollout.sampling import SamplingParams, request_seed
+from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.launch import Controller, dry_run_rl, train_rl
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.rollout_client import RolloutClient
+from trimtab.train.rl.source import RolloutSource
 from trimtab.train.rl.state import Iteration, Roles, timed
 from trimtab.train.rl.token_advantages import with_advantage
-from trimtab.train.tail.files import TailFiles
-from trimtab.train.tail.measures import Measures
-from trimtab.train.tail.shaping import at_progress, badness, pushing, shape_own, shape_proposed
+from trimtab.train.tail.measurements import HELD_OUT, Measures, TailFiles, bad_tokens
+from trimtab.train.tail.proposal import tail_units_of
+from trimtab.train.tail.tail_advantages import at_progress, badness, pushing, shape_own, shape_proposed
+
+
+def load_tail_stores(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> Stores:
+    rows = {what: replaced(found, options.input_key, options) for what, found in load_prompt_rows(options).items()}
+    stores, reports = build_prompt_stores(rows, tokenizer, options)
+    if options.evaluate_heldout_sampling:
+        key = options.heldout_input_key or options.input_key
+        assert options.heldout_prompt_data is not None
+        found = load_rows(
+            options.heldout_prompt_data,
+            probabilities=None,
+            split=options.prompt_split,
+            max_samples=options.eval_max_samples,
+            seed=options.seed,
+            flag="--heldout_prompt_data",
+            name_sources=True,
+        )
+        require_columns(found.column_names, {"--heldout_input_key": options.heldout_input_key})
+        stores[HELD_OUT], reports[HELD_OUT] = build_prompt_store(
+            replaced(found, key, options), tokenizer, dataclasses.replace(options, input_key=key), what="held-out"
+        )
+    return stores, reports
+
+
+def replaced(rows: Dataset, key: str, options: TailOptions) -> Dataset:
+    """The rows with --single_prompt as their prompt."""
+    if options.single_prompt is None:
+        return rows
+    column = input_column(rows.column_names, key)
+    return rows.remove_columns(column).add_column(column, [options.single_prompt] * len(rows))
+
+
+# ---- the loop
+
 
 PROPOSAL = 0x9E37  # its answers' streams are other ones than the policy's
 PREFIX = "proposed/"
@@ -231,3 +279,63 @@ class TailRun(RLRun):
         super().conclude(stop)
         if not self.measures.after(self):
             self.leave(stop)
+
+
+# ---- launch
+
+
+def train_tail(options: TailOptions) -> None:
+    train_rl(options, TailController)
+
+
+def dry_run_tail(options: TailOptions) -> list[str]:
+    lines = dry_run_rl(options, load_tail_stores, options.num_episodes * options.fit_steps, tail_units_of)
+    if options.analytic_bad_word_calc:
+        try:
+            bad = bad_tokens(options, load_job_tokenizer(options))
+        except UserError as error:
+            return [*lines, f"warning: {error}"]
+        check_countable(vocabulary_of(fake_policy(options)), bad, options.generate_max_len)
+    return lines
+
+
+def vocabulary_of(policy: Policy) -> int:
+    return policy.config.get_text_config().vocab_size
+
+
+class TailController(Controller):
+    options: TailOptions
+
+    @staticmethod
+    def units(options: TailOptions, processes: int) -> list[Unit]:
+        return tail_units_of(options, processes)
+
+    def episodes(self) -> int:
+        return self.options.num_episodes * self.options.fit_steps
+
+    def load_stores(self) -> Stores:
+        return load_tail_stores(self.options, self.tokenizer)
+
+    def check_models(self) -> None:
+        super().check_models()
+        if self.options.analytic_bad_word_calc:
+            bad = bad_tokens(self.options, self.tokenizer)
+            check_countable(vocabulary_of(fake_policy(self.options)), bad, self.options.generate_max_len)
+
+    def manifest(self, actor: dict[str, Any], reward: str) -> dict:
+        return super().manifest(actor, reward) | {"run_name": run_name(self.options)}
+
+    def make_run(
+        self,
+        groups: dict[str, Group],
+        asking: RolloutClient,
+        supply: RolloutSource,
+        sampling: SamplingParams,
+        manifest: dict,
+        *more: Any,
+    ) -> TailRun:
+        files = TailFiles(self.options, manifest, self.tokenizer, self.iterations, self.stores)
+        store = self.stores["train"]
+        measures = Measures(self.options, len(store), store.ids(0), self.stores.get(HELD_OUT))
+        parts = self.options, TailRoles(**groups), asking, supply, self.order, files, *more
+        return TailRun(*parts, sampling=sampling, measures=measures)

@@ -1,4 +1,4 @@
-"""Knowledge distillation as a task of the supervised loop: the data's tokens, and a teacher's view of them."""
+"""Supervised fine-tuning (sft) and knowledge distillation (kd) as tasks of the supervised loop."""
 
 import copy
 from collections import OrderedDict
@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from trimtab.algos.supervised_losses import divergence, sft_loss_sum
-from trimtab.config.jobs import KDOptions
+from trimtab.config.jobs import KDOptions, SFTOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer
+from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import whole
 from trimtab.errors import UserError
@@ -18,9 +19,26 @@ from trimtab.models.load import Loaded, fake_frozen_policy, load_frozen_policy
 from trimtab.models.packed import PackedModel
 from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
 from trimtab.models.policy import Policy, Teacher
-from trimtab.train.launch import rehearse, train
-from trimtab.train.sft import SFTTask
-from trimtab.train.task import Share, Totals
+from trimtab.train.task import Share, Task, Totals
+
+
+class SFTTask(Task):
+    options: SFTOptions | KDOptions
+    verb = "sft"
+
+    def build_store(self, rows, what):
+        return build_sft_store(rows, self.tokenizer, self.options, what=what)
+
+    def make_batch(self, store, samples: list[int]) -> TokenBatch:
+        return TokenBatch.of([store.example(i) for i in samples])
+
+    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
+        out = model(batch, router=self.balances_experts(model))
+        loss = sft_loss_sum(out.log_probs_N) / totals["trained_tokens"]
+        return self.share(loss, {}, out, model, batch, totals)
+
+
+# ---- knowledge distillation
 
 
 class KDTask(SFTTask):
@@ -84,11 +102,3 @@ def whole_head(policy: Policy, device: torch.device) -> nn.Module:
         for name, parameter in policy.head._parameters.items()
     }
     return head
-
-
-def train_kd(options: KDOptions) -> None:
-    train(options, KDTask)
-
-
-def rehearse_kd(options: KDOptions) -> list[str]:
-    return rehearse(options, KDTask)

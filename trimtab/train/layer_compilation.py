@@ -14,7 +14,7 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.models.compile import AtWork, Gradients, compile_layers, compile_problem, disable_compile, require_compiler
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
-from trimtab.train.optimiser import Optimiser
+from trimtab.train.optimizer import Optimiser
 from trimtab.train.task import Task
 
 COMPILATION = 15.0

@@ -1,0 +1,280 @@
+"""DPO (with cDPO, IPO, SimPO, ORPO) and KTO as tasks of the supervised loop, and the reference they compare with.
+
+The reference gives log-probs of whole answers, without gradient. With LoRA it is the policy with its adapters off, so
+there is no second copy. Otherwise it is a frozen model, kept in main memory between steps with --ref_offload.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.algos.preference_losses import dpo_loss, ipo_loss, kl_baseline, kto_loss, log_odds_ratio
+from trimtab.config.jobs import DPOOptions, KTOOptions
+from trimtab.data import token_cache
+from trimtab.data.batches import TokenBatch
+from trimtab.data.labelled import LabelledStore, build_labelled_store
+from trimtab.data.progress import progress
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.device import Device
+from trimtab.distributed.fsdp import split_again
+from trimtab.distributed.mesh import Mesh
+from trimtab.errors import UserError
+from trimtab.models.compile import AtWork
+from trimtab.models.load import Loaded, TrainedModelOptions, load_frozen_policy
+from trimtab.models.lora import adapters_off
+from trimtab.models.packed import PackedModel, scoring
+from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
+from trimtab.models.policy import Policy
+from trimtab.train.task import PairTask, Share, Task, Totals, counts_by_sequence, sums_by_sequence
+
+
+def check_reference(task: Any) -> None:
+    """Refuse a --ref_pretrain to which the data's token ids mean something else."""
+    name = task.options.ref_pretrain
+    if name is None:
+        return
+    ids = task.token_ids().tolist()
+    theirs = load_tokenizer(name, disable_fast=task.options.disable_fast_tokenizer, flag="--ref_pretrain")
+    for number, ours, other in zip(ids, *(t.convert_ids_to_tokens(ids) for t in (task.tokenizer, theirs))):
+        if ours != other:
+            raise UserError(
+                f"--ref_pretrain {name}: its token {number} is {other!r}, --pretrain's is {ours!r}; "
+                "a reference must have the same tokenizer"
+            )
+
+
+class Reference:
+    def __init__(
+        self,
+        options: TrainedModelOptions,
+        loaded: Loaded | None,
+        device: Device,
+        mesh: Mesh,
+        *,
+        pretrain: str | None,
+        offload: bool,
+    ):
+        """`loaded`: the policy, which with LoRA is the reference too; `pretrain`: another model in place of what the
+        policy was at the start."""
+        self.device = device
+        self.precision = "bf16" if options.bf16 else "fp32"
+        self.adapters_off = options.lora_rank > 0 and pretrain is None
+        split = None
+        if not self.adapters_off:
+            split = mesh if is_frozen_sharded(options, mesh, offload=offload) else None
+            loaded = load_frozen_policy(pretrain or options.pretrain, options, device, mesh=split, offload=offload)
+            enable_context_parallel(loaded.model, options, mesh, f"the model {pretrain or options.pretrain}")
+        assert loaded is not None
+        self.model, self.weights = loaded.model, loaded.weights
+        self.keeping = FrozenPlacement(device, split, offload and not self.adapters_off)
+        self.keeping.settle(self.model)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[Policy]:
+        """The reference on the device, ready to score."""
+        off = adapters_off(self.model.model) if self.adapters_off else contextlib.nullcontext()
+        with off, self.keeping.at_work(self.model):
+            yield self.model
+
+    def log_probs(self, batches: Iterable[TokenBatch], temperature: float) -> list[Tensor]:
+        """Log-probs of the trained tokens of every batch."""
+        with self.at_work() as model:
+            return [model(batch, temperature=temperature).log_probs_N for batch in batches]
+
+    def score(self, batches: list[TokenBatch], name: str = "reference_S") -> None:
+        """Put every sequence's log-prob into `extra[name]` of its batch."""
+        with self.at_work() as model:
+            for batch in batches:
+                batch.extra[name] = sequence_log_probs(model, batch)
+
+
+def sequence_log_probs(model: Policy, batch: TokenBatch) -> Tensor:
+    return sums_by_sequence(model(batch).log_probs_N, batch)
+
+
+def precomputed(reference: Reference, task: Any, *, evaluation: bool) -> np.ndarray:
+    """Reference log-probs of every sample of a store [samples, sequences a sample], from disk if they are there."""
+    store = task.evaluation if evaluation else task.store
+    how = f"{reference.precision}/{reference.model.path}/{reference.device.torch.type}"
+    key = f"{reference.weights}/{store.fingerprint}/{how}"
+    name = f"reference-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
+    cached = token_cache.load(name)
+    if not task.mesh.all.any(cached is None):  # who shares a row, or a model, cannot score alone
+        assert cached is not None
+        return cached[0]["log_probs"]
+    found: dict[int, np.ndarray] = {}
+    groups = task.cut_all(store, list(range(len(store))))
+    with reference.at_work() as model:
+        for samples in progress(groups, len(groups), "scoring with the reference"):
+            batch = task.make_batch(store, samples).to(reference.device.torch)
+            values = sequence_log_probs(model, batch).view(len(samples), -1).cpu().numpy()
+            found.update(zip(samples, values))
+    table = np.stack([found[i] for i in range(len(store))])
+    token_cache.save(name, {"log_probs": table}, {})
+    return table
+
+
+# ---- DPO and its relatives
+
+
+WITHOUT_REFERENCE = ("orpo", "simpo")
+
+
+class DPOTask(PairTask):
+    options: DPOOptions
+    verb = "dpo"
+    reference: Reference | None = None
+    tables: dict | None = None  # precomputed reference log-probs, by store
+
+    def check_model(self, model: Policy) -> None:
+        super().check_model(model)
+        check_reference(self)
+
+    def attach(self, loaded: Loaded, device: Device) -> None:
+        if self.options.preference_loss in WITHOUT_REFERENCE:
+            return
+        options = self.options
+        self.reference = Reference(
+            options, loaded, device, self.mesh, pretrain=options.ref_pretrain, offload=options.ref_offload
+        )
+        if self.options.precompute_ref_log_probs:
+            self.tables = {
+                id(store): precomputed(self.reference, self, evaluation=store is self.evaluation)
+                for store in (self.store, self.evaluation)
+                if store is not None
+            }
+            self.reference = None
+            split_again(loaded.model)
+
+    def scorers(self) -> dict[str, tuple[PackedModel, AtWork]]:
+        return {} if self.reference is None else {"reference": (self.reference.model, self.reference.at_work)}
+
+    def make_batch(self, store, samples: list[int]) -> TokenBatch:
+        batch = super().make_batch(store, samples)
+        if self.tables is not None:
+            batch.extra["reference_S"] = torch.from_numpy(self.tables[id(store)][samples]).flatten()
+        return batch
+
+    def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
+        if self.reference is not None:
+            self.reference.score(batches)
+
+    def totals(self, batches: list[TokenBatch]) -> Totals:
+        chosen = sum(int(counts_by_sequence(b)[0::2].sum()) for b in batches)
+        return super().totals(batches) | {"chosen_tokens": chosen}
+
+    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
+        out = model(batch, router=self.balances_experts(model))
+        sums_S = sums_by_sequence(out.log_probs_N, batch)
+        losses_P, rewards_S = self.preference(sums_S, batch)
+        loss = losses_P.sum() / totals["pairs"]
+        chosen, rejected = rewards_S.detach()[0::2], rewards_S.detach()[1::2]
+        figures = {
+            "accuracy": (chosen > rejected).float(),
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+            "reward_margin": chosen - rejected,
+        }
+        figures = {name: value.sum() / totals["pairs"] for name, value in figures.items()}
+        weight = self.options.nll_loss_coef + (self.options.preference_loss == "orpo")
+        if weight > 0:
+            nll = -sums_S[0::2].sum() / totals["chosen_tokens"]
+            figures["nll"] = nll.detach()
+            loss = loss + weight * nll
+        return self.share(loss, figures, out, model, batch, totals)
+
+    def preference(self, sums_S: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Loss of each pair, and the implicit reward of each answer."""
+        options = self.options
+        if options.preference_loss in WITHOUT_REFERENCE:
+            values_S = sums_S / counts_by_sequence(batch)
+            chosen, rejected = values_S[0::2], values_S[1::2]
+            if options.preference_loss == "simpo":
+                losses = dpo_loss(chosen - rejected, options.beta, margin=options.simpo_gamma)
+            else:
+                losses = options.beta * dpo_loss(log_odds_ratio(chosen, rejected), beta=1.0)
+            return losses, options.beta * values_S
+        ratios_S = sums_S - batch.extra["reference_S"]
+        if options.preference_loss == "ipo_mean":
+            ratios_S = ratios_S / counts_by_sequence(batch)
+        h_P = ratios_S[0::2] - ratios_S[1::2]
+        if options.preference_loss in ("ipo", "ipo_mean"):
+            return ipo_loss(h_P, options.beta), options.beta * ratios_S
+        return dpo_loss(h_P, options.beta, options.label_smoothing), options.beta * ratios_S
+
+
+# ---- KTO
+
+
+class KTOTask(Task):
+    """Every batch carries its answers and, besides, the mismatched pairs that the step's KL is estimated from."""
+
+    options: KTOOptions
+    verb = "kto"
+    scores_model = True
+
+    def build_store(self, rows, what):
+        return build_labelled_store(rows, self.tokenizer, self.options, what=what)
+
+    def __init__(self, options: KTOOptions, tokenizer: Any):
+        super().__init__(options, tokenizer)
+        self.partners = {id(store): np.arange(len(store)) for store in (self.store, self.evaluation) if store}
+
+    def cut(self, store: LabelledStore, samples: list[int]) -> list[list[int]]:
+        # Each prompt is paired with the answer of the step's next sample, whatever micro-batch that is in.
+        self.partners[id(store)][samples] = np.roll(samples, -1)
+        return super().cut(store, samples)
+
+    def make_batch(self, store: LabelledStore, samples: list[int]) -> TokenBatch:
+        batch = TokenBatch.of([store.example(i) for i in samples], good_S=torch.from_numpy(store.labels[samples]))
+        partner = self.partners[id(store)]
+        batch.beside = TokenBatch.of([store.mismatched(i, int(partner[i])) for i in samples])
+        return batch
+
+    def check_model(self, model: Policy) -> None:
+        super().check_model(model)
+        check_reference(self)
+
+    def attach(self, loaded: Loaded, device: Device) -> None:
+        options = self.options
+        self.reference = Reference(
+            options, loaded, device, self.mesh, pretrain=options.ref_pretrain, offload=options.ref_offload
+        )
+
+    def scorers(self) -> dict[str, tuple[PackedModel, AtWork]]:
+        return {"reference": (self.reference.model, self.reference.at_work)}
+
+    def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
+        mismatched = [b.beside for b in batches if b.beside is not None]
+        self.reference.score([*batches, *mismatched])
+        with scoring(model):
+            ratios = [sequence_log_probs(model, b) - b.extra["reference_S"] for b in mismatched]
+            local = torch.stack([r.sum() * b.weight for r, b in zip(ratios, batches)]).sum()
+        counts = torch.tensor(float(sum(len(b.spans) * b.weight for b in batches)), device=local.device)
+        total, count = self.mesh.data.sum(torch.stack([local, counts]))
+        # A step of one sample has no other answer to mismatch its prompt with.
+        z = kl_baseline(total / count) if count > 1 else torch.zeros_like(total)
+        for batch in batches:
+            batch.extra["kl"] = z
+
+    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
+        options, good, z = self.options, batch.extra["good_S"], batch.extra["kl"]
+        out = model(batch, router=self.balances_experts(model))
+        ratios = sums_by_sequence(out.log_probs_N, batch) - batch.extra["reference_S"]
+        weights = options.desirable_loss_weight, options.undesirable_loss_weight
+        loss = kto_loss(ratios, good, z, options.beta, *weights).sum() / totals["sequences"]
+        rewards = options.beta * ratios.detach()
+        figures = {
+            "kl": z * (len(batch.spans) / totals["sequences"]),
+            "chosen_reward": rewards[good].sum() / max(1, totals["good"]),
+            "rejected_reward": rewards[~good].sum() / max(1, totals["sequences"] - totals["good"]),
+        }
+        return self.share(loss, figures, out, model, batch, totals)
+
+    def totals(self, batches: list[TokenBatch]) -> Totals:
+        return super().totals(batches) | {"good": sum(int(b.extra["good_S"].sum()) for b in batches)}

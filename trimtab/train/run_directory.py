@@ -1,0 +1,292 @@
+"""A run's directory: its manifest, room on its disk, finished runs that make way, its lock and its marks."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trimtab import __version__
+from trimtab.config.data import DataOptions, RowOptions
+from trimtab.config.dump import to_dict, to_yaml
+from trimtab.config.groups import CheckpointOptions, LoggingOptions, RunOptions, checkpoints_in
+from trimtab.config.jobs import TrainedOptions
+from trimtab.config.sharding import ShardingOptions
+from trimtab.distributed.process_group import World
+from trimtab.errors import UserError
+from trimtab.files import (
+    is_unfinished,
+    locked,
+    mark_finished,
+    mark_unfinished,
+    move,
+    remove,
+    remove_leftovers,
+    write_json,
+    write_text,
+    writing,
+)
+from trimtab.models.load import TrainedModelOptions
+from trimtab.models.pretrained import same_kind
+from trimtab.train.checkpoint import Checkpoints
+
+
+def names_fingerprint(tensors: dict[str, Tensor]) -> str:
+    """Hash of which tensors there are: names and shapes."""
+    listing = "\n".join(f"{name} {tuple(t.shape)}" for name, t in sorted(tensors.items()))
+    return hashlib.blake2b(listing.encode(), digest_size=16).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    import importlib.metadata as metadata
+
+    found = {"trimtab": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "datasets", "peft", "numpy", "safetensors"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def make_manifest(
+    *, job: str, weights: str, data_order: str, seed: int, dtype: str, device: dict[str, Any], path: str, **more
+) -> dict:
+    """`device`: Device.described()."""
+    return {
+        "job": job,
+        "initial_weights": weights,
+        "data_order": data_order,
+        "seed": seed,
+        "dtype": dtype,
+        **device,
+        "attention_path": path,
+        "versions": versions(),
+        **more,
+    }
+
+
+# Options that say where, when and how fast, and those whose effect has a fingerprint of its own. All others change
+# what is learnt.
+WITHOUT_EFFECT = {
+    field.name
+    for group in (CheckpointOptions, LoggingOptions, ShardingOptions, RowOptions, DataOptions, RunOptions)
+    for field in dataclasses.fields(group)
+}
+WITHOUT_EFFECT |= {"micro_train_batch_size", "packing_samples", "train_max_tokens_per_gpu", "gradient_checkpointing"}
+WITHOUT_EFFECT |= {"gradient_checkpointing_use_reentrant", "flash_attn", "bf16", "use_ms", "disable_fast_tokenizer"}
+WITHOUT_EFFECT |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations", "compile"}
+WITHOUT_EFFECT |= {"use_dynamic_batch", "fit_memory", "ray", "max_restarts", "restart_wait"}
+WITHOUT_EFFECT |= {"ref_offload", "teacher_offload", "precompute_ref_log_probs", "report_samples", "pretrain"}
+
+MEANING = ("lora_alpha", "proposal", "proposal_lora_rank")
+"""Without these the numbers in a checkpoint cannot be read."""
+
+
+def settings(options: TrainedModelOptions) -> dict[str, Any]:
+    """The options that change what is learnt, as plain values."""
+    return {name: value for name, value in to_dict(options).items() if name not in WITHOUT_EFFECT}
+
+
+def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
+    """Refuse what cannot be continued; return a line for each thing that only costs bit-for-bit equality."""
+    named = {
+        "job": "was written by another job",
+        "initial_weights": "belongs to another model (its initial weights differ from --pretrain's)",
+        "trainable": "belongs to another model (other trained parameters: check the LoRA options)",
+        "data_order": "was trained on other data, or in another order (dataset, --train_batch_size or --seed changed)",
+    }
+    lines = []
+    if not same_kind(saved.get("initial_weights"), current.get("initial_weights")):
+        lines.append("whether its initial weights are --pretrain's cannot be told: an earlier version wrote it")
+        del named["initial_weights"]
+    for key, problem in named.items():
+        if saved.get(key) != current.get(key):
+            raise UserError(
+                f"--ckpt_path {checkpoint}: this checkpoint {problem}; give its own settings, or another --ckpt_path"
+            )
+    before, now = (manifest.get("settings", {}) for manifest in (saved, current))
+    changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
+    for name in MEANING:
+        if name in changed:
+            raise UserError(
+                f"--ckpt_path {checkpoint}: --{name} was {before[name]} there; what was learnt means something else "
+                "under another one, so give the same"
+            )
+    for name in changed:
+        lines.append(f"resumed with another --{name} ({json.dumps(before[name])} -> {json.dumps(now[name])})")
+    if saved.get("environment") != current.get("environment"):
+        lines.append("the environment's file has changed since: episodes that were under way may begin anew")
+    for key in ("seed", "dtype", "device_type", "threads", "fused_optimiser", "attention_path", "layout", "versions"):
+        noted = key != "layout" or key in saved  # earlier versions do not say it
+        if noted and saved.get(key) != current.get(key):
+            was, now = json.dumps(saved.get(key)), json.dumps(current.get(key))
+            lines.append(f"resumed with another {key} ({was} -> {now}): not bit for bit the uninterrupted run")
+    return lines
+
+
+# ---- room on the disk
+
+
+BESIDE = 16 * 2**20  # tokenizer, descriptions, metrics
+EVERY = 30.0  # seconds between two looks
+
+
+class SpaceWatch:
+    def __init__(self, options: CheckpointOptions, *, model: int, checkpoint: int):
+        """Bytes of the model that is written at the end, and of a checkpoint; both are written beside what is there."""
+        self._needs = [("save_path", Path(options.save_path), "the model at the end", model + BESIDE)]
+        if options.save_steps > 0 and not options.disable_ds_ckpt:
+            self._needs.append(("ckpt_path", Path(options.checkpoint_folder), "the next checkpoint", checkpoint))
+        self._last = -EVERY
+        self._told = False
+
+    def warning(self) -> str | None:
+        """A line when room begins to be short; looks now and then only."""
+        if time.monotonic() - self._last < EVERY:
+            return None
+        self._last = time.monotonic()
+        short = self._shortage()
+        new, self._told = short is not None and not self._told, short is not None
+        return short if new else None
+
+    def _shortage(self) -> str | None:
+        disks: dict[int, list[tuple[str, Path, str, int]]] = {}
+        for need in self._needs:
+            disks.setdefault(os.stat(_nearest(need[1])).st_dev, []).append(need)
+        for needs in disks.values():
+            free, wanted = shutil.disk_usage(_nearest(needs[0][1])).free, sum(need[3] for need in needs)
+            if free < wanted:
+                what = " and ".join(need[2] for need in needs)
+                return (
+                    f"warning: --{needs[0][0]} {needs[0][1]}: {_size(free)} are free on this disk, and {what} "
+                    f"{'needs' if len(needs) == 1 else 'need'} {_size(wanted)}: make room before then"
+                )
+        return None
+
+
+def adam_bytes(parameters: int, *, averaged: int = 0) -> int:
+    """Of a checkpoint: weights and two moments in fp32, and an average of some of the weights."""
+    return 12 * parameters + 4 * averaged
+
+
+def _nearest(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.resolve().parents) if path.exists())
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+# ---- runs that were there before
+
+
+MODEL_FILES = ("config.json", "adapter_config.json")
+READ = (
+    *("pretrain", "ref_pretrain", "teacher_model", "critic_pretrain", "reward_pretrain", "dataset", "prompt_data"),
+    *("eval_dataset", "pretrain_data", "heldout_prompt_data", "reward_func", "replay", "agent_func_path"),
+)
+"""Options whose places are read; a run must not set aside what it reads."""
+
+
+def make_way(options: CheckpointOptions, say: Callable[[str], None]) -> None:
+    """Set a finished run in the folder aside, or with --overwrite remove what would mix with the new one."""
+    folder = Path(os.path.normpath(Path(options.save_path).expanduser()))
+    if not is_finished(folder):
+        return
+    if options.load_checkpoint and Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).has_sign():
+        return  # the run goes on, or is refused
+    if options.overwrite:
+        remove(Path(checkpoints_in(str(folder))))
+        return
+    for name in READ:
+        for place in str(to_dict(options).get(name) or "").split(","):
+            found = Path(place.strip()).expanduser().resolve()
+            if place.strip() and folder.resolve() in (found, *found.parents):
+                raise UserError(
+                    f"--{name} {place.strip()} lies in --save_path {folder}, whose finished run would be set aside: "
+                    "give another --save_path, or --overwrite"
+                )
+    if folder.name in ("", "..") or folder.resolve() == Path.cwd():
+        raise UserError(f"--save_path {folder} holds a finished run: give another folder, or --overwrite")
+    places = (folder.with_name(f"{folder.name}.old-{number}") for number in range(1, 10_000))
+    aside = next(place for place in places if not place.exists())
+    with writing(f"--save_path {folder}: cannot set aside the finished run there"):
+        move(folder, aside)
+    say(f"{folder} held a finished run, which is now {aside} (--overwrite replaces one)")
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run ended well there: it left its description and a whole model."""
+    described = (folder / "manifest.json").is_file() and not is_unfinished(folder)
+    return described and any((folder / name).is_file() for name in MODEL_FILES)
+
+
+def earlier_checkpoint(options: TrainedOptions, manifest: dict, world: World) -> tuple[Path, dict] | None:
+    """For a run that finds no checkpoint and was not told where to look: one in the folder that all runs of a verb used
+    to share, if it is this run's."""
+    if "ckpt_path" in options.given:
+        return None
+    shared = Path("./ckpt") / f"checkpoints_{'ppo_ray' if options.verb == 'ppo' else options.verb}"
+    if not shared.is_dir():
+        return None
+    try:
+        found = Checkpoints(shared, keep=1, keep_gib=0, world=world).load()
+        if found is None:
+            return None
+        compare(found[1]["manifest"], manifest, found[0])
+    except UserError:  # another run's, or nobody's any more
+        return None
+    world.say(f"no checkpoint in {options.ckpt_path}: {found[0]}, where they used to be, is of this run and is used")
+    return found
+
+
+# ---- the directory while the run works
+
+
+MODELS = ("critic", "proposal")  # folders of other models inside
+
+
+class RunFolder:
+    def __init__(self, options: TrainedModelOptions, manifest: dict, world: World | None = None):
+        self.options, self.manifest = options, manifest
+        self.path = Path(options.save_path)
+        self.world = world or World()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """For this run alone. One process locks for all, and all are told if it cannot."""
+        with ExitStack() as locks:
+            problem = None
+            if self.world.leads:
+                try:
+                    make_way(self.options, self.world.say)
+                    for flag, folder in ((flag, Path(place)) for flag, place in self.options.own_folders.items()):
+                        with writing(f"--{flag} {folder}: cannot write there"):
+                            locks.enter_context(locked(flag, folder))
+                except UserError as error:
+                    problem = str(error)
+            if told := next((found for found in self.world.gather(problem) if found), None):
+                raise UserError(told)
+            yield
+
+    def describe(self) -> None:
+        """From here on the folder is this run's, and whatever model is in it an earlier one's."""
+        with writing(f"--save_path {self.path}: cannot write there"):
+            for folder in (self.path, *(self.path / name for name in MODELS)):
+                remove_leftovers(folder)
+            mark_unfinished(self.path)
+            write_text(self.path / "options.yaml", to_yaml(self.options))
+            write_json(self.path / "manifest.json", self.manifest)
+
+    def finish(self) -> None:
+        if self.world.leads:
+            mark_finished(self.path)
