@@ -20,7 +20,6 @@ from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.distributed.random_state import seed_everything
 from trimtab.errors import UserError
 from trimtab.models import load
-from trimtab.models import load as load_reward
 from trimtab.models.packed import scoring
 from trimtab.models.parallel import sharded_save
 from trimtab.models.parallel.sharded_model import mesh_of
@@ -39,18 +38,17 @@ def options_of(job, model, words):
 def load_split(job, options, mesh, *, whole=False):
     """`whole`: loaded whole by every process, then split."""
     seed_everything(7, deterministic=False)
-    begin, loaders = load.begin, (load._causal_lm, load_reward._classifier)
+    begin, load_whole = load.begin_sharded_load, load._load_whole
     if whole:
-        load.begin = load_reward.begin = lambda *args, **more: None
+        load.begin_sharded_load = lambda *args, **more: None
     else:
-        load._causal_lm = load_reward._classifier = None  # nobody calls them
+        load._load_whole = None  # nobody calls it
     try:
         if job == "rm":
-            return load_reward.load_reward_model(options, find_device(), load_tokenizer(options.pretrain), mesh)
+            return load.load_reward_model(options, find_device(), load_tokenizer(options.pretrain), mesh)
         return load.load_policy(options, find_device(), mesh)
     finally:
-        load.begin = load_reward.begin = begin
-        load._causal_lm, load_reward._classifier = loaders
+        load.begin_sharded_load, load._load_whole = begin, load_whole
 
 
 def some_batch():
@@ -103,12 +101,12 @@ def compare(job, model, words):
 def compare_frozen(job, model, words):
     """A model that only scores."""
     options = options_of(job, model, words)
-    mesh, begin, found = mesh_of(options, find_world(find_device())), load.begin, []
+    mesh, begin, found = mesh_of(options, find_world(find_device())), load.begin_sharded_load, []
     for whole in (False, True):
-        load.begin = load_reward.begin = (lambda *args, **more: None) if whole else begin
+        load.begin_sharded_load = (lambda *args, **more: None) if whole else begin
         if job == "rm":
             arguments = (model, options, find_device(), load_tokenizer(model))
-            found.append(load_reward.load_frozen_reward_model(*arguments, mesh=mesh))
+            found.append(load.load_frozen_reward_model(*arguments, mesh=mesh))
         else:
             found.append(load.load_frozen_policy(model, options, find_device(), mesh=mesh))
     first, second = (dict(loaded.model.named_parameters()) for loaded in found)

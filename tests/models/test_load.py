@@ -17,7 +17,7 @@ def both(monkeypatch, read):
     for at_once in (False, True):
         with monkeypatch.context() as patch:
             if not at_once:
-                patch.setattr(load, "_to_be_rounded", lambda *given: None)
+                patch.setattr(load, "begin_sharded_load", lambda *given, **more: None)
             torch.manual_seed(1)
             found.append((read(), torch.get_rng_state()))
     return found
@@ -62,10 +62,11 @@ def test_no_fp32_weights_are_made_on_the_way(tmp_path, monkeypatch):
     def refuse(*given, **more):
         raise AssertionError("read by way of fp32")
 
-    monkeypatch.setattr(load, "_causal_lm", refuse)
+    monkeypatch.setattr(load, "_load_whole", refuse)
     assert load.load_frozen_policy(str(tmp_path), options, find_device()).model.path == "packed"
 
 
 def test_what_must_be_converted_is_left_to_its_loader(tmp_path):
     tiny_model("mixtral").save_pretrained(tmp_path)
-    assert load._to_be_rounded(str(tmp_path), RLOptions(bf16=True), "--pretrain") is None
+    source = load._open_model(str(tmp_path), RLOptions(bf16=True), find_device(), "--pretrain", None, direct=True)
+    assert source.files is None

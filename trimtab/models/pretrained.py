@@ -1,4 +1,8 @@
-"""Reading a Hugging Face folder or hub name, with every mistake told in one line that names the option."""
+"""A pretrained model's files, in a folder or on the hub: check them, load them, and tell their weights apart.
+
+Every mistake becomes one line that names the option. Two fingerprints tell weights apart: of safetensors files (it
+begins with `files-`), or of parameters in memory where there are none. One kind is not compared with the other.
+"""
 
 import hashlib
 import json
@@ -16,9 +20,21 @@ from trimtab.data.hub import hub_or_cache, needs_code, trust_remote_code
 from trimtab.errors import UserError
 from trimtab.models.folder import check_looks_like_model, first_line, read_json
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FILES_PREFIX = "files-"
+WINDOWS, WINDOW = 16, 4096  # pieces of each tensor in a file that are hashed, and their bytes
+SAMPLE = 65_536  # elements of each tensor in memory that are hashed: enough to tell models apart, and instant
+
+Found = dict[str, set]
+"""What loading found, as Hugging Face says it: missing_keys, and mismatched_keys (name, shape there, shape needed)."""
+
+
+def nothing_found() -> Found:
+    return {"missing_keys": set(), "mismatched_keys": set()}
+
 
 def from_pretrained(loader: Any, pretrain: str, *, flag: str = "--pretrain", **arguments: Any) -> Any:
-    """What one of Hugging Face's auto classes loads from a folder or the hub; a failure is told in one line."""
+    """What one of Hugging Face's auto classes loads from a folder or the hub."""
     arguments["trust_remote_code"] = trust_remote_code()
     reachable = True
     try:
@@ -30,7 +46,21 @@ def from_pretrained(loader: Any, pretrain: str, *, flag: str = "--pretrain", **a
         raise load_error(error, pretrain, flag, reachable=reachable) from error
 
 
-def load_error(error: Exception, pretrain: str, flag: str, *, reachable: bool) -> UserError:
+def fake_model(
+    pretrain: str, loader: Any, flag: str = "--pretrain", *, building: dict[str, Any] | None = None, **arguments: Any
+) -> nn.Module:
+    """The model's modules without its weights. `building`: what its class gets beside its configuration."""
+    from transformers import AutoConfig
+
+    config = from_pretrained(AutoConfig, pretrain, flag=flag, **arguments)
+    try:
+        with torch.device("meta"):
+            return loader.from_config(config, trust_remote_code=trust_remote_code(), **building or {})
+    except (OSError, ValueError, ImportError) as error:
+        raise load_error(error, pretrain, flag) from error
+
+
+def load_error(error: Exception, pretrain: str, flag: str, *, reachable: bool = True) -> UserError:
     """In one line, why a model could not be read or fetched. `reachable`: the hub is, where it was asked."""
     if (why := needs_code(error)) is not None:
         return UserError(f"{flag} {pretrain}: {why}")
@@ -42,8 +72,8 @@ def load_error(error: Exception, pretrain: str, flag: str, *, reachable: bool) -
     )
 
 
-def refuse_fresh_weights(pretrain: str, found: dict, *, flag: str = "--pretrain") -> None:
-    """The library would draw missing weights at random, without a word."""
+def refuse_fresh_weights(pretrain: str, found: Found, *, flag: str = "--pretrain") -> None:
+    """Refuse files that lack weights: the library would draw them at random, without a word."""
     if wrong := sorted(found["mismatched_keys"]):
         name, stored, expected = wrong[0]
         raise UserError(
@@ -58,27 +88,11 @@ def refuse_fresh_weights(pretrain: str, found: dict, *, flag: str = "--pretrain"
 
 
 def quiet_transformers() -> None:
-    """Its bars and warnings belong to its own users; what matters to ours is said by us."""
+    """Silence its progress bars and warnings: what matters to our users we say ourselves."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-
-
-def fake_model(
-    pretrain: str, loader: Any, flag: str = "--pretrain", *, building: dict[str, Any] | None = None, **arguments: Any
-) -> nn.Module:
-    """The model's modules without its weights. `building`: what else its class is told, beside its configuration."""
-    from transformers import AutoConfig
-
-    config = from_pretrained(AutoConfig, pretrain, flag=flag, **arguments)
-    try:
-        with torch.device("meta"):
-            return loader.from_config(config, trust_remote_code=trust_remote_code(), **building or {})
-    except (OSError, ValueError, ImportError) as error:
-        if (why := needs_code(error)) is not None:
-            raise UserError(f"{flag} {pretrain}: {why}") from error
-        raise UserError(f"{flag} {pretrain}: {first_line(error)}") from error
 
 
 def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
@@ -87,7 +101,7 @@ def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
         return
     folder = Path(pretrain).expanduser()
     read_json(folder / "config.json", flag)
-    for path in safetensors_files(folder, flag):
+    for path in _local_files(folder, flag):
         try:
             with safe_open(path, framework="pt"):
                 pass  # reads the header, which tells whether the file is whole
@@ -96,47 +110,9 @@ def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
             raise UserError(f"{flag} {path}: damaged or missing weights ({reason}); copy the file again") from error
 
 
-def safetensors_files(folder: Path, flag: str) -> list[Path]:
-    """Those that hold a model's weights, in a folder of it; none where they are in other files."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if single.exists() or not index.exists():
-        return [single] if single.exists() else []
-    return [folder / name for name in sorted(set(read_json(index, flag).get("weight_map", {}).values()))]
-
-
-# ---- Tell models apart by their weights: by those in their safetensors files, or in memory where there are none. The
-# first begins with the word `files`, so that what was noted in one way is not compared with the other.
-
-
-OF_FILES = "files-"
-SAMPLE = 65_536  # elements hashed of each tensor: enough to tell models apart, little enough to be instant
-
-
-def same_kind(first: str | None, second: str | None) -> bool:
-    """Whether two fingerprints tell something of each other."""
-    return (first or "").startswith(OF_FILES) == (second or "").startswith(OF_FILES)
-
-
-def weights_fingerprint(model: nn.Module) -> str:
-    """Hash of names, shapes and an even sample of the values."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        stride = max(1, flat.numel() // SAMPLE)
-        values = flat[::stride][:SAMPLE].float().cpu().contiguous()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()
-
-
-# ---- The safetensors files of a model: what is in them, without reading it, and any part of it.
-
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-WINDOWS, WINDOW = 16, 4096  # of each tensor so many pieces of so many bytes tell it from another, and are read at once
-
-
 class WeightFiles:
+    """The safetensors files of a model: their tensors' names and shapes, and any part of a tensor."""
+
     def __init__(self, paths: list[Path]):
         self.paths = paths
         self._entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
@@ -152,7 +128,7 @@ class WeightFiles:
     def find(cls, pretrain: str, flag: str) -> "WeightFiles | None":
         """Of a folder or a hub name; None where the weights are in other files."""
         folder = Path(pretrain).expanduser()
-        paths = safetensors_files(folder, flag) if folder.is_dir() else _fetched(pretrain, flag)
+        paths = _local_files(folder, flag) if folder.is_dir() else _fetched_files(pretrain, flag)
         return cls(paths) if paths else None
 
     def __contains__(self, name: str) -> bool:
@@ -173,11 +149,11 @@ class WeightFiles:
         return file.get_slice(name)[box] if box else file.get_tensor(name)
 
     def same(self, first: str, second: str) -> bool:
-        """Whether two tensors are equal, of which no more than a few rows are held at a time."""
+        """Whether two tensors are equal, read a few rows at a time."""
         if self.shape(first) != self.shape(second):
             return False
-        rows, row_bytes = self.shape(first)[0], max(1, self._size(first) // max(1, self.shape(first)[0]))
-        step = max(1, 2**24 // row_bytes)
+        rows, (begin, end) = self.shape(first)[0], self._entries[first][2]["data_offsets"]
+        step = max(1, 2**24 * rows // max(1, end - begin))
         return all(
             self.read(first, (slice(row, row + step),)).equal(self.read(second, (slice(row, row + step),)))
             for row in range(0, rows, step)
@@ -197,33 +173,49 @@ class WeightFiles:
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)
-        return f"{OF_FILES}{digest.hexdigest()}"
-
-    def _size(self, name: str) -> int:
-        begin, end = self._entries[name][2]["data_offsets"]
-        return end - begin
+        return f"{FILES_PREFIX}{digest.hexdigest()}"
 
 
-def _fetched(name: str, flag: str) -> list[Path]:
-    """The files of a model of the hub, in the local cache."""
-    with hub_or_cache() as reachable:
-        try:
-            return _download(name, reachable)
-        except Exception as error:  # a name that is not there, a closed model, a broken connection, an index cut off
-            raise load_error(error, name, flag, reachable=reachable) from error
+def weights_fingerprint(model: nn.Module) -> str:
+    """Hash of names, shapes and an even sample of the values, of parameters in memory."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        stride = max(1, flat.numel() // SAMPLE)
+        values = flat[::stride][:SAMPLE].float().cpu().contiguous()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
 
 
-def _download(name: str, reachable: bool) -> list[Path]:
+def same_kind(first: str | None, second: str | None) -> bool:
+    """Whether two fingerprints can be compared."""
+    return (first or "").startswith(FILES_PREFIX) == (second or "").startswith(FILES_PREFIX)
+
+
+def _local_files(folder: Path, flag: str) -> list[Path]:
+    """The safetensors files of a folder; none where the weights are in other files."""
+    index, single = folder / INDEX, folder / SINGLE
+    if single.exists() or not index.exists():
+        return [single] if single.exists() else []
+    return [folder / name for name in sorted(set(read_json(index, flag).get("weight_map", {}).values()))]
+
+
+def _fetched_files(name: str, flag: str) -> list[Path]:
+    """The safetensors files of a model on the hub, in the local cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     def fetch(file: str) -> Path:
         return Path(hf_hub_download(name, file, local_files_only=not reachable))
 
-    with suppress(EntryNotFoundError):
-        return [fetch(SINGLE)]
-    try:
-        index = json.loads(fetch(INDEX).read_text())
-    except EntryNotFoundError:
-        return []
-    return [fetch(file) for file in sorted(set(index["weight_map"].values()))]
+    with hub_or_cache() as reachable:
+        try:
+            with suppress(EntryNotFoundError):
+                return [fetch(SINGLE)]
+            names: set[str] = set()
+            with suppress(EntryNotFoundError):
+                names = set(json.loads(fetch(INDEX).read_text())["weight_map"].values())
+            return [fetch(file) for file in sorted(names)]
+        except Exception as error:  # a name that is not there, a closed model, a broken connection, an index cut off
+            raise load_error(error, name, flag, reachable=reachable) from error

@@ -22,7 +22,6 @@ from trimtab.errors import UserError
 from trimtab.files import replacing
 from trimtab.models.packed import PackedModel, PaddedRows
 from trimtab.models.parallel.context_parallel import Routers
-from trimtab.models.selfcheck import Verdict
 
 REWARDS = "rewards.json"  # beside the model: every reward of the evaluation pairs, their mean and spread
 HEAD = "score"  # the name Hugging Face's decoder classifiers give their head
@@ -147,19 +146,6 @@ class RewardModel(PackedModel):
     def reference_values(self, batch: TokenBatch) -> Tensor:
         sequences = [batch.sequence(i) for i in range(len(batch.spans))]
         return torch.stack([self.inner(input_ids=s[None], use_cache=False).logits[0, 0].float() for s in sequences])
-
-
-def not_a_decoder(model: nn.Module) -> tuple[RewardModel, Verdict]:
-    """Only its own forward pass knows where its score comes from."""
-    verdict = Verdict("logits", f"{type(model).__name__} is not a decoder", 0.0)
-    reward = RewardModel(model, path="logits").eval()
-    reward.not_packed = verdict.reason
-    return reward, verdict
-
-
-def but_for_head(found: dict) -> dict:
-    """What loading found, of everything else."""
-    return {key: {k for k in keys if HEAD not in str(k)} for key, keys in found.items()}
 
 
 def initialise_head(model: nn.Module) -> None:
