@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from tests.rewards.samples import Lengths, make_reward_request
-from trimtab.rewards.reward_queue import RewardQueue
+from trimtab.rewards.requests import RewardQueue
 from trimtab.rewards.types import RewardFailed
 
 

@@ -15,7 +15,7 @@ from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin import attention, cuda_graphs, fused_layers, linear, sampler, supported_models
+from trimtab.rollout.builtin import attention, cuda_graphs, fused_layers, linear, model_runner, sampler
 from trimtab.rollout.builtin.cuda_graphs import RUNS_BEFORE_CAPTURE
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kernels import int8_linear as int8_kernels
@@ -32,7 +32,7 @@ TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "max_num_seqs": 3, "page_
 # The interpreter takes a second for a step.
 SHORT, NEW = (prompts((5, 17, 33, 1)), 20) if DEVICE == "cuda" else (prompts((3, 9)), 6)
 OUTLIVES = pytest.mark.skipif(DEVICE == "cpu", reason="what is done again is done with the session it was made in")
-USERS_OF_KERNELS = (attention, linear, supported_models, sampler)
+USERS_OF_KERNELS = (attention, linear, model_runner, sampler)
 
 
 class DoneAgain:
@@ -312,7 +312,7 @@ def test_reading_on_in_one_row_equals_block_by_block(family, kv_heads, most, mon
     monkeypatch.setattr(attention, "MOST_TOGETHER", most)
     texts, read = prompts((90, 7, 100, 1, 61, 90)), (80, 2, 99, 0, 15, 64)
     shape, arguments = ModelRunner.measure(policy)
-    fused = supported_models.build_fused_layers(policy, shape, arguments, 16)
+    fused = model_runner.build_fused_layers(policy, shape, arguments, 16)
     hidden = []
     for applies in (attention.varlen_applies, lambda *_: False):
         monkeypatch.setattr(attention, "varlen_applies", applies)

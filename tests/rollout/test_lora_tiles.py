@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from trimtab.rollout.builtin.kernels.lora_tiles import (
+from trimtab.rollout.builtin.linear import (
     FEW,
     TILE,
     fit_tiles,

@@ -8,8 +8,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.attention import DecodeMetadata
 from trimtab.rollout.builtin.fused_layers import FusedLayers
-from trimtab.rollout.builtin.model_runner import ModelRunner
-from trimtab.rollout.builtin.supported_models import passes_self_check
+from trimtab.rollout.builtin.model_runner import ModelRunner, passes_self_check
 
 LAYERS = 12
 

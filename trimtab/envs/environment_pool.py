@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 from trimtab.distributed.process_group import Peers
 from trimtab.envs.adapter import EnvironmentInfo
-from trimtab.envs.instance import AGENT_PATIENCE, EnvironmentInstance
-from trimtab.envs.loader import load_object, with_tools
+from trimtab.envs.loader import AGENT_PATIENCE, EnvironmentInstance, load_object, with_tools
 from trimtab.envs.types import Message, Step, Task, Turn
 from trimtab.errors import RunFailed, UserError
 from trimtab.sandbox.calls import InstanceService, LoadFailed, SandboxError
@@ -263,7 +262,7 @@ class EnvironmentPool(Environments):
         self.source = source
         how: dict[str, Any] = {"shared": True, "output": "tail", "title": f"environment {source}"}
         try:
-            pool = WorkerPool("trimtab.envs.instance", source, limits, stopped, **how)
+            pool = WorkerPool("trimtab.envs.loader", source, limits, stopped, **how)
         except LoadFailed as error:
             named = str(error).startswith(("environment", "--environment"))
             raise UserError(str(error) if named else f"environment {source}: {error}") from error

@@ -12,8 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from trimtab.envs.environment_pool import InstancePool, Reply
 from trimtab.envs.types import EpisodeSettings, Task
-from trimtab.errors import UserError
-from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession, Engine, Session
+from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
@@ -29,7 +28,7 @@ class ActiveEpisode(Protocol):
 EpisodeT = TypeVar("EpisodeT", bound=ActiveEpisode)
 
 
-class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
+class EpisodeEngine(Engine, Generic[EpisodeT]):
     def __init__(self, engine: Engine, pool: InstancePool, settings: EpisodeSettings | None):
         self.engine, self.settings = engine, settings or EpisodeSettings()
         self.numbers = itertools.count()
@@ -41,8 +40,7 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
     # ---- the engine as callers see it
 
     def session(self, sampling: SamplingParams) -> "EpisodeSession[EpisodeT]":
-        if self._session is not None:
-            raise UserError(AT_WORK)
+        self.check_idle()
         self._session = self.open_session(sampling)
         return self._session
 
@@ -54,10 +52,6 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
 
     def open_session(self, sampling: SamplingParams) -> "EpisodeSession[EpisodeT]":
         raise NotImplementedError
-
-    def abort(self, prompts: Collection[int] | None = None) -> None:
-        if self._session is not None:
-            self._session.abort(prompts)
 
     # ---- for sessions
 
@@ -101,15 +95,15 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
     # ---- the engine inside
 
     @property
-    def exact(self) -> bool:
+    def exact(self) -> bool:  # type: ignore[override]
         return self.engine.exact
 
     @property
-    def version(self) -> int:
+    def version(self) -> int:  # type: ignore[override]
         return self.engine.version
 
     @property
-    def context(self) -> int | None:
+    def context(self) -> int | None:  # type: ignore[override]
         return self.engine.context
 
     def weights_changed(self, version: int) -> None:
@@ -130,7 +124,7 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
         self._instances.close()
 
 
-class EpisodeSession(BaseSession, Generic[EpisodeT]):
+class EpisodeSession(Session, Generic[EpisodeT]):
     """Active episodes, whose turns are generated in the inner engine's open session."""
 
     def __init__(self, engine: EpisodeEngine[EpisodeT], sampling: SamplingParams):

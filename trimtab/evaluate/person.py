@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trimtab.data.byte_tokenizer import END, byte_tokenizer
 from trimtab.envs.types import Task
-from trimtab.rollout.engine import BaseEngine, BaseSession
+from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Finish, Trajectory
 
@@ -29,7 +29,7 @@ def tokenizer_of_a_person() -> PreTrainedTokenizerFast:
     return byte_tokenizer(TEMPLATE)
 
 
-class Person(BaseEngine):
+class Person(Engine):
     """`ask` gives what is said next; what it raises passes through."""
 
     exact = True
@@ -42,20 +42,8 @@ class Person(BaseEngine):
     def session(self, sampling: SamplingParams) -> "PersonSession":
         return PersonSession(self, sampling)
 
-    def abort(self, prompts: Collection[int] | None = None) -> None: ...
 
-    def weights_changed(self, version: int) -> None: ...
-
-    def sleep(self) -> None: ...
-
-    def trim_memory(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class PersonSession(BaseSession):
+class PersonSession(Session):
     """Requests wait for a moment before somebody is asked, so that what they say is seen first."""
 
     def __init__(self, person: Person, sampling: SamplingParams):

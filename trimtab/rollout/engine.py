@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 from trimtab.errors import UserError
 from trimtab.rollout.episode import Task
-from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Trajectory
+from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed
+from trimtab.rollout.trajectory import Trajectory, partials_to_run
 
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 8, 24
 MAX_CHUNK_SECONDS = 0.05
@@ -22,12 +21,14 @@ def decode_chunk_size(most: int | None, *, full: bool = False, seconds: float = 
     return usual if most is None else min(most, usual)
 
 
-@runtime_checkable
-class Session(Protocol):
+class Session:
     """Requests that may be added while others run. Close it, or use it in a `with`."""
 
-    meanwhile: Callable[[], None] | None
-    """Called inside `step` while the device works, if the engine has time to wait. It may add requests."""
+    def __init__(self) -> None:
+        self.meanwhile: Callable[[], None] | None = None
+        """Called inside `step` while the device works, if the engine has time to wait. It may add requests."""
+        self.requests = 0  # added so far
+        self._aborted: set[int] = set()  # requests to abort at the next `step`
 
     def add(
         self,
@@ -45,6 +46,7 @@ class Session(Protocol):
         finished ones contain the partial ones unchanged.
         `task`: the environment's, if there is one. `sampling`: its own parameters instead of the session's.
         """
+        raise NotImplementedError
 
     def expect(self, samples: int) -> None:
         """Announce how many sequences may soon run at once, so that memory is allocated once."""
@@ -55,66 +57,124 @@ class Session(Protocol):
     @property
     def has_unfinished(self) -> bool:
         """Whether there are unfinished requests."""
+        raise NotImplementedError
 
     @property
     def full(self) -> bool:
         """Whether a new request must wait for another to finish."""
+        return False
 
     def step(self, steps: int | None = None) -> list[Trajectory]:
         """Run for a moment, or for at most `steps` tokens a sequence; returns what has finished. 0: only prefill new
         requests and sample their first tokens, if the engine can; without new ones, clean up."""
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Trajectory]:
         """Trajectories as they finish, until no request is left. More may be added meanwhile, and later."""
+        while self.has_unfinished:
+            yield from self.step()
 
     def output_ids(self, request: int) -> list[int]:
         """Tokens so far of the first sample of a running request."""
+        raise NotImplementedError
 
     def output_lengths(self) -> dict[tuple[int, int], int]:
         """How many tokens every unfinished sample has drawn, by request and sample."""
+        raise NotImplementedError
 
     def partials(self) -> dict[int, list[Trajectory]]:
         """Partial rollouts of the unfinished samples of every request. Other threads may call it while the engine
         works, or hangs."""
+        raise NotImplementedError
 
     def abort(self, requests: Collection[int] | None = None) -> None:
         """Stop these requests, or all: they finish as they are, with the reason "abort"."""
+        self._aborted.update(range(self.requests) if requests is None else requests)
 
     def close(self) -> None:
         """Drop unfinished requests."""
+        raise NotImplementedError
 
-    def __enter__(self) -> "Session": ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
-@runtime_checkable
-class Engine(Protocol):
-    @property
-    def exact(self) -> bool:
-        """Whether its log-probs are the trainer's own, but for the last bits of fp32."""
+class TokenSession(Session):
+    """A session of an engine that samples tokens itself: it checks requests, and divides them into samples."""
 
-    @property
-    def version(self) -> int:
-        """Version of the weights, as set by the last change; every token carries the one it was drawn with."""
+    def __init__(self, sampling: SamplingParams, *, vocabulary: int, context: int | None, owner: str, tokenizer: Any):
+        """`context`: context length of `owner`, the model or the engine."""
+        super().__init__()
+        self.sampling, self.vocabulary = sampling, vocabulary
+        self._context, self._owner, self._tokenizer = context, owner, tokenizer
+        if sampling.stop_strings and tokenizer is None:
+            raise UserError("stop strings need a tokenizer; give the engine one")
 
-    @property
-    def context(self) -> int | None:
-        """Context length: tokens of a prompt and its answer; None: no known limit."""
-
-    def generate(
+    def add(
         self,
-        prompts: Sequence[list[int]],
-        sampling: SamplingParams,
+        prompt_ids: list[int],
         *,
-        seeds: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-        tasks: Sequence[Task] | None = None,
-    ) -> list[Trajectory]:
-        """All trajectories, in the order of the prompts and their samples.
+        seed: int | None = None,
+        limit: int | None = None,
+        partials: Sequence[Trajectory] | None = None,
+        task: Task | None = None,
+        sampling: SamplingParams | None = None,
+    ) -> int:
+        if sampling is not None:
+            check_sampling_params(sampling, self.vocabulary, self._tokenizer)
+        sampling = self.sampling if sampling is None else sampling
+        number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
+        self._check(number, prompt_ids, limit)
+        seed = request_seed(sampling.seed, number) if seed is None else seed
+        assert not (partials and sampling.top_log_probs), "a partial rollout has no alternatives"
+        self.add_samples(prompt_ids, partials_to_run(partials, sampling.n, number, limit), seed, limit, sampling)
+        self.requests += 1
+        return number
 
-        For each prompt: `seeds` of its random streams, `limits` (its own max_new_tokens), `tasks` of an environment.
-        """
+    def add_samples(
+        self, prompt_ids: list[int], partials: Sequence[Trajectory], seed: int, limit: int, sampling: SamplingParams
+    ) -> None:
+        """Start the samples of the request with the number `requests`, or resume them."""
+        raise NotImplementedError
+
+    def _check(self, number: int, prompt_ids: list[int], limit: int) -> None:
+        if not prompt_ids:
+            raise UserError(f"prompt {number} is empty; at least one token is needed")
+        if max(prompt_ids) >= self.vocabulary or min(prompt_ids) < 0:
+            raise UserError(f"prompt {number} has a token outside the model's vocabulary of {self.vocabulary}")
+        if limit < 1:
+            raise UserError(f"the limit of prompt {number} is {limit}; at least 1 new token is needed")
+        if self._context is not None and len(prompt_ids) + limit > self._context:
+            raise UserError(
+                f"prompt {number} has {len(prompt_ids)} tokens and {limit} may follow, but the {self._owner}'s "
+                f"context is {self._context}; shorten the prompt or lower max_new_tokens"
+            )
+
+
+class Engine:
+    exact: bool
+    """Whether its log-probs are the trainer's own, but for the last bits of fp32."""
+    version: int
+    """Version of the weights, as set by the last change; every token carries the one it was drawn with."""
+    context: int | None
+    """Context length: tokens of a prompt and its answer; None: no known limit."""
+    _session: Session | None = None  # the open one
+
+    def session(self, sampling: SamplingParams) -> Session:
+        """For requests that are not known beforehand. Later requests use the prefixes of earlier ones."""
+        raise NotImplementedError
+
+    def batch_session(self, sampling: SamplingParams) -> Session:
+        """The session of one `stream`."""
+        return self.session(sampling)
+
+    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams, **each: Any) -> list[Trajectory]:
+        """All trajectories of `stream`, in the order of the prompts and their samples."""
+        rollouts = list(self.stream(prompts, sampling, **each))
+        return sorted(rollouts, key=lambda r: (r.prompt, r.sample, r.branch))
 
     def stream(
         self,
@@ -125,13 +185,23 @@ class Engine(Protocol):
         limits: Sequence[int] | None = None,
         tasks: Sequence[Task] | None = None,
     ) -> Generator[Trajectory]:
-        """The same as they finish. Closing the generator ends them."""
+        """Trajectories as they finish. Closing the generator ends them.
 
-    def session(self, sampling: SamplingParams) -> Session:
-        """For requests that are not known beforehand. Later requests use the prefixes of earlier ones."""
+        For each prompt: `seeds` of its random streams, `limits` (its own max_new_tokens), `tasks` of an environment.
+        """
+        for name, values in (("seeds", seeds), ("limits", limits), ("tasks", tasks)):
+            if values is not None and len(values) != len(prompts):
+                raise UserError(f"{len(values)} {name} for {len(prompts)} prompts; one for each is needed")
+        with self.batch_session(sampling) as session:
+            for index, ids in enumerate(prompts):
+                seed, limit = (None if values is None else values[index] for values in (seeds, limits))
+                session.add(ids, seed=seed, limit=limit, task=None if tasks is None else tasks[index])
+            yield from session
 
     def abort(self, prompts: Collection[int] | None = None) -> None:
         """Stop these prompts of the running stream, or all: they finish as they are, with the reason "abort"."""
+        if self._session is not None:
+            self._session.abort(prompts)
 
     def weights_changed(self, version: int) -> None:
         """New weights, of this version, are used from now on."""
@@ -148,9 +218,14 @@ class Engine(Protocol):
     def close(self) -> None:
         """End its processes and delete its folders."""
 
+    def check_idle(self, cure: str = "take all its answers first, or close their stream") -> None:
+        """Raise UserError if a session is open."""
+        if self._session is not None:
+            raise UserError(f"the engine is at work already; {cure}")
+
 
 @runtime_checkable
-class ReceivingEngine(Engine, Protocol):
+class ReceivingEngine(Protocol):
     """An engine away from the policy, which receives its weights over links (distributed/weight_transfer.py)."""
 
     def receivers(self) -> list[dict[str, Any]]:
@@ -161,88 +236,3 @@ class ReceivingEngine(Engine, Protocol):
 
     def receive_weights(self, version: int) -> None:
         """Receive the weights that are being sent at this moment, of this version."""
-
-
-AT_WORK = "the engine is at work already; take all its answers first, or close their stream"
-
-
-def check_request(
-    vocabulary: int, most: int | None, owner: str, number: int, prompt_ids: list[int], limit: int
-) -> None:
-    """Refuse what an engine cannot answer. `most`: the context length of `owner`, the model or the engine."""
-    if not prompt_ids:
-        raise UserError(f"prompt {number} is empty; at least one token is needed")
-    if max(prompt_ids) >= vocabulary or min(prompt_ids) < 0:
-        raise UserError(f"prompt {number} has a token outside the model's vocabulary of {vocabulary}")
-    if limit < 1:
-        raise UserError(f"the limit of prompt {number} is {limit}; at least 1 new token is needed")
-    if most is not None and len(prompt_ids) + limit > most:
-        raise UserError(
-            f"prompt {number} has {len(prompt_ids)} tokens and {limit} may follow, but the {owner}'s "
-            f"context is {most}; shorten the prompt or lower max_new_tokens"
-        )
-
-
-class BaseEngine:
-    """Implements `generate` and `stream` with a session."""
-
-    def session(self, sampling: SamplingParams) -> Session:
-        raise NotImplementedError
-
-    def batch_session(self, sampling: SamplingParams) -> Session:
-        """The session of one `stream`."""
-        return self.session(sampling)
-
-    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams, **each: Any) -> list[Trajectory]:
-        rollouts = list(self.stream(prompts, sampling, **each))
-        return sorted(rollouts, key=lambda r: (r.prompt, r.sample, r.branch))
-
-    def stream(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: SamplingParams,
-        *,
-        seeds: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-        tasks: Sequence[Task] | None = None,
-    ) -> Generator[Trajectory]:
-        for name, values in (("seeds", seeds), ("limits", limits), ("tasks", tasks)):
-            if values is not None and len(values) != len(prompts):
-                raise UserError(f"{len(values)} {name} for {len(prompts)} prompts; one for each is needed")
-        with self.batch_session(sampling) as session:
-            for index, ids in enumerate(prompts):
-                seed, limit = (None if values is None else values[index] for values in (seeds, limits))
-                session.add(ids, seed=seed, limit=limit, task=None if tasks is None else tasks[index])
-            yield from session
-
-
-class BaseSession(Session):
-    """Implements iteration, `with` and abort."""
-
-    def __init__(self) -> None:
-        self.meanwhile: Callable[[], None] | None = None
-        self.requests = 0  # added so far
-        self._aborted: set[int] = set()  # requests to abort at the next `step`
-
-    def expect(self, samples: int) -> None:
-        """Nothing to do."""
-
-    def prepare(self, longest: int) -> None:
-        """Nothing to do."""
-
-    @property
-    def full(self) -> bool:
-        return False
-
-    def abort(self, requests: Collection[int] | None = None) -> None:
-        self._aborted.update(range(self.requests) if requests is None else requests)
-
-    def __iter__(self) -> Iterator[Trajectory]:
-        while self.has_unfinished:
-            yield from self.step()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -3,7 +3,6 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from trimtab.distributed.process_group import Peers
 from trimtab.models.policy import Policy
 from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.builtin.engine import MAX_NUM_BATCHED_TOKENS, BuiltinEngine
@@ -16,32 +15,9 @@ if TYPE_CHECKING:
     from trimtab.rollout.vllm.engine import VLLMEngine
 
 
-def build_engine(
-    policy: Policy,
-    tokenizer: Any = None,
-    *,
-    max_num_seqs: int = 256,
-    kv_tokens: int | None = None,
-    weight_only_int8: bool = False,
-    prefix_caching: bool = False,
-    eager: bool = False,
-    tensor: Peers | None = None,
-) -> Engine:
-    """The built-in engine for this policy. `max_num_seqs`: sequences that run at once; `kv_tokens`: KV cache size,
-    planned from free memory if not given; `weight_only_int8`: linear layers multiply by int8 copies; `prefix_caching`:
-    the prefix cache outlives a call. A resumed run starts with an empty one, so its numbers differ in the last bits.
-    `eager`: no captured graphs. `tensor`: the processes of the policy's tensor-parallel group, which all make the same
-    calls."""
-    return BuiltinEngine(
-        policy,
-        tokenizer,
-        max_num_seqs=max_num_seqs,
-        kv_tokens=kv_tokens,
-        weight_only_int8=weight_only_int8,
-        prefix_caching=prefix_caching,
-        eager=eager,
-        tensor=tensor,
-    )
+def build_engine(policy: Policy, tokenizer: Any = None, **settings: Any) -> Engine:
+    """The built-in engine for this policy; `settings` are those of BuiltinEngine."""
+    return BuiltinEngine(policy, tokenizer, **settings)
 
 
 def build_vllm_engine(

@@ -9,12 +9,13 @@ Between calls the engine keeps the KV cache, the prefix cache and captured graph
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from trimtab.distributed.device import free_memory
 from trimtab.distributed.process_group import Peers
@@ -25,29 +26,101 @@ from trimtab.models.rotary import generated_context
 from trimtab.rollout.builtin.cuda_graphs import CaptureFailed, DecodeGraphs, GraphCache
 from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
 from trimtab.rollout.builtin.linear import Int8Layers
-from trimtab.rollout.builtin.model_runner import ModelRunner, is_sharded, sampled_weights
-from trimtab.rollout.builtin.output_processor import append_tokens, trajectory_of
+from trimtab.rollout.builtin.model_runner import ModelRunner, build_fused_layers, is_sharded, sampled_weights
 from trimtab.rollout.builtin.prefill import Prefill
 from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler, SamplerCache, SamplerOutput, same_params
 from trimtab.rollout.builtin.scheduler import PromptState, ScheduledSequence, Scheduler, SequenceState
-from trimtab.rollout.builtin.supported_models import build_fused_layers
-from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession, check_request
-from trimtab.rollout.episode import Task
-from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed
-from trimtab.rollout.trajectory import Trajectory, partials_to_run
+from trimtab.rollout.engine import Engine, TokenSession
+from trimtab.rollout.sampling import (
+    SamplingParams,
+    at_stop_tokens,
+    request_seed,
+    stop_string_end,
+)
+from trimtab.rollout.trajectory import Finish, TopLogprobs, Trajectory
+
+
+def append_tokens(
+    samples: list[SequenceState], drawn: SamplerOutput, tokenizer: PreTrainedTokenizerBase | None
+) -> list[tuple[SequenceState, Finish]]:
+    """The sequences that have finished, and their finish reasons."""
+    tokens, log_probs, plain = drawn.on_host(len(samples))
+    steps, number = tokens.shape[1], np.arange(tokens.shape[1])
+    remaining = np.array([sample.limit - sample.ids.count for sample in samples])
+    stops = at_stop_tokens(tokens, [sample.sampling.stop_token_ids for sample in samples]) & (
+        number < remaining[:, None]
+    )
+    stopped = stops.any(1)
+    kept = np.where(stopped, stops.argmax(1) + 1, np.minimum(steps, remaining))
+    broken = np.argwhere(np.isnan(log_probs) & (number < kept[:, None]))
+    if len(broken):
+        row, step = broken[0]
+        raise UserError(
+            f"the model's logits are not finite for prompt {samples[row].prompt.index}, sample "
+            f"{samples[row].number}, token {len(samples[row].ids) + step}; its weights are probably broken"
+        )
+    # Copies, because the next chunk overwrites the buffers.
+    rows = list(np.array(tokens, np.int32, order="C")), list(np.array(log_probs, np.float32, order="C"))
+    plain = None if plain is None else np.array(plain, np.float32, order="C")
+    likely = drawn.likely_on_host(len(samples))
+    counts = kept.tolist()
+    for sample, count, ids, own in zip(samples, counts, *rows):
+        if count < steps:
+            ids, own = ids[:count], own[:count]
+        sample.ids.extend(ids, count)
+        sample.log_probs.extend(own, count)
+    if plain is not None or likely is not None:
+        for row, (sample, count) in enumerate(zip(samples, counts)):
+            if plain is not None:
+                sample.plain_log_probs.extend(plain[row, :count], count)
+            if likely is not None and sample.sampling.top_log_probs:
+                sample.extend_likely(*(part[row, :count] for part in likely))
+    for row, (sample, count) in enumerate(zip(samples, counts)):
+        if sample.sampling.stop_strings and _cut_at_stop_string(sample, sample.ids.count - count, tokenizer):
+            stopped[row] = True
+    ended = np.flatnonzero(stopped | (kept == remaining)).tolist()
+    return [(samples[row], "stop" if stopped[row] else "length") for row in ended]
+
+
+def _cut_at_stop_string(sample: SequenceState, before: int, tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Cut after a stop string that ends after the first `before` tokens; returns whether there is one."""
+    assert tokenizer is not None, "checked with the sampling parameters"
+    end = stop_string_end(
+        *(sample.ids.array, before, sample.sampling.min_new_tokens, sample.sampling.stop_strings),
+        lambda ids: tokenizer.decode(ids.tolist()),
+    )
+    if end is None:
+        return False
+    for column in sample.columns:
+        column.cut(min(end, len(column)))
+    return True
+
+
+def trajectory_of(sample: SequenceState, finish: Finish, version: int) -> Trajectory:
+    """`version`: of the weights that sampled the new tokens."""
+    prompt, ids, log_probs = sample.prompt, sample.ids.array, sample.log_probs.array
+    versions = sample.partial.versions_with(len(ids), version)
+    rollout = Trajectory(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, versions=versions)
+    rollout.plain_log_probs = sample.plain_log_probs.array if sample.sampling.plain_log_probs else None
+    rollout.alternatives = None if sample.likely is None else TopLogprobs(*(c.array for c in sample.likely))
+    return rollout
+
+
+# ---- sessions
+
 
 CHUNK_SIZE = 8  # decode steps between two visits of the host, without captured graphs
 
 
-class BuiltinSession(BaseSession):
+class BuiltinSession(TokenSession):
     """An open session. Until it is closed, nothing else may use the policy."""
 
     def __init__(self, engine: "BuiltinEngine", sampling: SamplingParams, prefix_caching: bool):
         """`prefix_caching`: later requests share the pages of earlier ones."""
-        super().__init__()
-        self.engine, self.sampling, self.prefix_caching = engine, sampling, prefix_caching
+        limits = {"vocabulary": engine.policy.head.out_features, "context": engine.context}
+        super().__init__(sampling, **limits, owner="model", tokenizer=engine.tokenizer)
+        self.engine, self.prefix_caching = engine, prefix_caching
         self.device = engine.policy.device
-        self._vocabulary = engine.policy.head.out_features  # looked up once: modules are slow
         self._longest = self._expected = 0
         self._new: list[SequenceState] = []
         self._scheduler: Scheduler | None = None
@@ -57,32 +130,16 @@ class BuiltinSession(BaseSession):
 
     # ---- the session as callers see it
 
-    def add(
-        self,
-        prompt_ids: list[int],
-        *,
-        seed: int | None = None,
-        limit: int | None = None,
-        partials: Sequence[Trajectory] | None = None,
-        task: Task | None = None,
-        sampling: SamplingParams | None = None,
-    ) -> int:
-        if sampling is not None:
-            check_sampling_params(sampling, self._vocabulary, self.engine.tokenizer)
-        sampling = self.sampling if sampling is None else sampling
-        number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
-        check_request(self._vocabulary, self.engine.context, "model", number, prompt_ids, limit)
-        seed = request_seed(sampling.seed, number) if seed is None else seed
-        assert not (partials and sampling.plain_log_probs), "a partial rollout has no log-probs at another temperature"
-        assert not (partials and sampling.top_log_probs), "a partial rollout has no alternatives"
-        partials = partials_to_run(partials, sampling.n, number, limit)
-        prompt = PromptState(number, list(prompt_ids), len(partials))
+    def add_samples(
+        self, prompt_ids: list[int], partials: Sequence[Trajectory], seed: int, limit: int, sampling: SamplingParams
+    ) -> None:
+        plain = sampling.plain_log_probs and any(len(partial.tokens) for partial in partials)
+        assert not plain, "a partial rollout has no log-probs at another temperature"
+        prompt = PromptState(self.requests, list(prompt_ids), len(partials))
         for partial in partials:
             own = request_seed(seed, partial.sample)
             self._new.append(SequenceState.of(prompt, partial, own, limit, sampling))
         self._longest = max(self._longest, len(prompt_ids) + limit)
-        self.requests += 1
-        return number
 
     def expect(self, samples: int) -> None:
         """A KV cache that grows later has another address, and its graphs must be captured again."""
@@ -185,7 +242,7 @@ class BuiltinSession(BaseSession):
             self._runner = ModelRunner(engine.policy, cache, engine.fused)
             self.enter(self._runner)
             self._prefill = Prefill(self._runner, engine.captured, engine.max_num_batched_tokens)
-            self._samplers = SamplerCache(self._vocabulary, self.device)
+            self._samplers = SamplerCache(self.vocabulary, self.device)
         self._graphs = engine.captured.decode_graphs(cache, self.sampling, self._longest)
         self._scheduler.add(self._new)
         self._new = []
@@ -306,7 +363,7 @@ def require_packed(policy: Policy) -> None:
         )
 
 
-class BuiltinEngine(BaseEngine):
+class BuiltinEngine(Engine):
     """Until a stream is exhausted or closed, nothing else may use the policy. If the policy is sharded over processes,
     every process must make every call, even without prompts."""
 
@@ -348,7 +405,6 @@ class BuiltinEngine(BaseEngine):
         self.prefilled_tokens = 0
         """Prefilled tokens so far: of prompts, as far as they were not cached, and of preempted sequences."""
         self._int8 = Int8Layers(policy) if weight_only_int8 else None
-        self._session: BuiltinSession | None = None
         self._cached_weights: tuple | None = None  # fingerprint of the weights behind the prefix cache
 
     def session(self, sampling: SamplingParams) -> BuiltinSession:
@@ -359,10 +415,7 @@ class BuiltinEngine(BaseEngine):
         return self._open_session(sampling, self.prefix_caching)
 
     def _open_session(self, sampling: SamplingParams, prefix_caching: bool) -> BuiltinSession:
-        if self._session is not None:
-            raise UserError(AT_WORK)
-        if sampling.stop_strings and self.tokenizer is None:
-            raise UserError("stop strings need a tokenizer; give the engine one")
+        self.check_idle()
         session = self._session = BuiltinSession(self, sampling, prefix_caching)
         try:
             session.finally_do(self._ended)
@@ -395,19 +448,13 @@ class BuiltinEngine(BaseEngine):
 
     def weights_changed(self, version: int) -> None:
         """Set the version, and forget cached keys and values of the last one."""
-        if self._session is not None:
-            raise UserError("the engine is at work; its weights may change when all its answers are taken")
+        self.check_idle("its weights may change when all its answers are taken")
         self.version = version
         self.memory.reset_prefix_cache()
 
-    def abort(self, prompts: Collection[int] | None = None) -> None:
-        if self._session is not None:
-            self._session.abort(prompts)
-
     def sleep(self) -> None:
         """Release memory; the next call allocates it again."""
-        if self._session is not None:
-            raise UserError("the engine is at work and cannot sleep; take all its answers first, or close their stream")
+        self.check_idle("it cannot sleep before all its answers are taken")
         self.captured.release()
         self.memory.release()
         if self._int8 is not None:
@@ -417,9 +464,3 @@ class BuiltinEngine(BaseEngine):
         """Sleep if the KV cache is larger than the memory that is still free."""
         if self.memory.held > free_memory(self.policy.device):
             self.sleep()
-
-    def wake(self) -> None:
-        """Nothing to do: the next call allocates."""
-
-    def close(self) -> None:
-        """Nothing to do: memory goes with the engine."""

@@ -1,6 +1,6 @@
 """Fused layers of Llama-like models (Llama, Mistral, Qwen2, Qwen3): few launches, with the modules' own weights.
 
-supported_models.py decides which models have them. Linear layers with LoRA and with int8 weights have their own
+model_runner.py decides which models have them. Linear layers with LoRA and with int8 weights have their own
 kernels; a projection of another kind is called as the module that it is.
 """
 

@@ -9,7 +9,7 @@ with a temperature alone that is the trainer's, with --top_p, --top_k or a penal
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -21,10 +21,9 @@ from trimtab.distributed.supervision import pulse
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.pretrained import from_pretrained
 from trimtab.models.weight_export import WeightExport
-from trimtab.rollout.engine import BaseEngine, BaseSession, check_request
-from trimtab.rollout.episode import Task
-from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed, stop_string_end
-from trimtab.rollout.trajectory import Finish, TopLogprobs, Trajectory, partials_to_run
+from trimtab.rollout.engine import Engine, TokenSession
+from trimtab.rollout.sampling import SamplingParams, request_seed, stop_string_end
+from trimtab.rollout.trajectory import Finish, TopLogprobs, Trajectory
 from trimtab.rollout.vllm.worker_extension import AdapterFolder, rank_that_fits
 
 
@@ -155,37 +154,22 @@ class VLLMRequest:
         )
 
 
-class VLLMSession(BaseSession):
+class VLLMSession(TokenSession):
     def __init__(self, engine: "VLLMEngine", sampling: SamplingParams, ended: Callable[[], None]):
-        super().__init__()
-        self.engine, self.sampling, self._ended = engine, sampling, ended
+        limits = {"vocabulary": engine.vocabulary, "context": engine.context}
+        super().__init__(sampling, **limits, owner="engine", tokenizer=engine.tokenizer)
+        self.engine, self._ended = engine, ended
         self._parameters = VLLMSampling(sampling, engine.vocabulary)  # of requests without their own parameters
         self._running: dict[str, VLLMRequest] = {}
 
     # ---- the session as callers see it
 
-    def add(
-        self,
-        prompt_ids: list[int],
-        *,
-        seed: int | None = None,
-        limit: int | None = None,
-        partials: Sequence[Trajectory] | None = None,
-        task: Task | None = None,
-        sampling: SamplingParams | None = None,
-    ) -> int:
+    def add_samples(
+        self, prompt_ids: list[int], partials: Sequence[Trajectory], seed: int, limit: int, sampling: SamplingParams
+    ) -> None:
         """vLLM's random stream counts only its own tokens, so every partial rollout gets another seed."""
-        parameters = self._parameters
-        if sampling is None:
-            sampling = self.sampling
-        else:
-            check_sampling_params(sampling, self.engine.vocabulary, self.engine.tokenizer)
-            parameters = VLLMSampling(sampling, self.engine.vocabulary)
-        number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
-        check_request(self.engine.vocabulary, self.engine.context, "engine", number, prompt_ids, limit)
-        assert not (partials and sampling.top_log_probs), "a partial rollout has no alternatives"
-        seed = request_seed(sampling.seed, number) if seed is None else seed
-        for partial in partials_to_run(partials, sampling.n, number, limit):
+        parameters = self._parameters if sampling is self.sampling else VLLMSampling(sampling, self.vocabulary)
+        for partial in partials:
             name, own, done = self.engine.name_request(), request_seed(seed, partial.sample), len(partial.ids)
             self.engine.llm.add_request(
                 name,
@@ -193,9 +177,9 @@ class VLLMSession(BaseSession):
                 parameters.of(request_seed(own, done) if done else own, limit, done),
                 lora_request=self.engine.adapter,
             )
-            self._running[name] = VLLMRequest(number, partial.sample, list(prompt_ids), partial, sampling, looked=done)
-        self.requests += 1
-        return number
+            self._running[name] = VLLMRequest(
+                self.requests, partial.sample, list(prompt_ids), partial, sampling, looked=done
+            )
 
     @property
     def has_unfinished(self) -> bool:
@@ -314,7 +298,7 @@ class EngineSettings:
     trust_remote_code: bool = False
 
 
-class VLLMEngine(BaseEngine):
+class VLLMEngine(Engine):
     exact = False
 
     def __init__(self, folder: str, tokenizer: Any, settings: EngineSettings, weights: WeightExport | None = None):
@@ -331,7 +315,6 @@ class VLLMEngine(BaseEngine):
         self.adapter: Any = None
         self._adapters = AdapterFolder() if settings.adapter_rank else None
         self._asleep = False
-        self._session: VLLMSession | None = None
         self._names = map(str, itertools.count())
         if settings.tensor_parallel == 1:
             join_group_of_one()
@@ -378,19 +361,13 @@ class VLLMEngine(BaseEngine):
     # ---- sessions
 
     def session(self, sampling: SamplingParams) -> VLLMSession:
-        self._check_idle("take all its answers first, or close their stream")
-        if sampling.stop_strings and self.tokenizer is None:
-            raise UserError("stop strings need a tokenizer; give the engine one")
+        self.check_idle()
         self.wake()
-        self._session = VLLMSession(self, sampling, self._ended)
-        return self._session
+        session = self._session = VLLMSession(self, sampling, self._ended)
+        return session
 
     def _ended(self) -> None:
         self._session = None
-
-    def abort(self, prompts: Collection[int] | None = None) -> None:
-        if self._session is not None:
-            self._session.abort(prompts)
 
     def name_request(self) -> str:
         return next(self._names)
@@ -399,7 +376,7 @@ class VLLMEngine(BaseEngine):
 
     def weights_changed(self, version: int) -> None:
         """Copy the policy's current weights, if it is in this process."""
-        self._check_idle("its weights may change when all its answers are taken")
+        self.check_idle("its weights may change when all its answers are taken")
         self.wake()
         if self.weights is not None and self._adapters is not None:
             self._adapters.write(dict(self.weights.tensors()), self.weights.adapter_config())
@@ -413,11 +390,11 @@ class VLLMEngine(BaseEngine):
 
     def connect(self, plan: list[dict[str, Any]]) -> None:
         """Open the links over which weights come; see distributed/weight_transfer.py for plans."""
-        self._check_idle("its links may change when all its answers are taken")
+        self.check_idle("its links may change when all its answers are taken")
         self._attempt("connect_receiver", plan)
 
     def receive_weights(self, version: int) -> None:
-        self._check_idle("its weights may change when all its answers are taken")
+        self.check_idle("its weights may change when all its answers are taken")
         self.wake()
         if self._adapters is not None:
             self._attempt("receive_adapter", str(self._adapters.path))
@@ -449,7 +426,7 @@ class VLLMEngine(BaseEngine):
 
     def sleep(self) -> None:
         """Release device memory; the weights move to main memory."""
-        self._check_idle("it cannot sleep before all its answers are taken")
+        self.check_idle("it cannot sleep before all its answers are taken")
         if self.settings.sleeps and not self._asleep:
             self.llm.reset_prefix_cache()
             self.llm.sleep(1)
@@ -467,10 +444,6 @@ class VLLMEngine(BaseEngine):
         if self._adapters is not None:
             self._adapters.remove()
         self.llm.engine_core.shutdown()
-
-    def _check_idle(self, cure: str) -> None:
-        if self._session is not None:
-            raise UserError(f"the engine is at work: {cure}")
 
 
 def longest_that_fits(folder: str, asked: int | None) -> int | None:

@@ -16,8 +16,7 @@ from trimtab.errors import OutOfMemory
 from trimtab.models.compile import compile_problem, disable_compile
 from trimtab.rewards.build import Parts
 from trimtab.rewards.models import ModelReward, ProcessReward
-from trimtab.rewards.requests import PromptBatch, make_reward_request
-from trimtab.rewards.reward_queue import RewardQueue
+from trimtab.rewards.requests import PromptBatch, RewardQueue, make_reward_request
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, rewards_info
 from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.sampling import SamplingParams

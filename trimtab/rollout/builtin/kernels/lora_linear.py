@@ -14,11 +14,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trimtab.rollout.builtin.kernels.layer_ops import overlapped, shared_memory, wait
-from trimtab.rollout.builtin.kernels.lora_tiles import (
+from trimtab.rollout.builtin.linear import (
     FEW,
     MANY,
     TILE,
     WIDE,
+    LoraLinear,
     LoraTiles,
     fit_tiles,
     gated_tiles,
@@ -26,7 +27,6 @@ from trimtab.rollout.builtin.kernels.lora_tiles import (
     smallest,
     stages_of_low,
 )
-from trimtab.rollout.builtin.linear import LoraLinear
 
 
 @triton.jit(do_not_specialize=["rows"])
