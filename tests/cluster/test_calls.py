@@ -17,7 +17,7 @@ from trimtab.interrupts import StopRequest
 class Engine:
     """A process as the controller knows it, whose only role waits for a file."""
 
-    def beat(self):
+    def heartbeat(self):
         return "rollouts.collect", 0.0, False
 
     def process(self):
@@ -35,7 +35,7 @@ class Engine:
 def engines(cluster):
     import ray
 
-    from trimtab.distributed.ray.launcher import EngineGroup
+    from trimtab.distributed.ray.launcher import RayGroup
     from trimtab.distributed.ray.workers import RayWorkers, WorkerHandle
 
     remote = ray.remote(num_cpus=0.1, concurrency_groups={"health": 1})(Engine)
@@ -44,8 +44,8 @@ def engines(cluster):
     workers = RayWorkers(60.0, StopRequest(), 0)
     workers.members = members
     for member in members:
-        member.process = workers.one(member, member.handle.process.remote(), 60)
-    yield EngineGroup(workers, Serializer(), "rollouts", members, replace_engine=lambda lost: None)
+        (member.process,) = workers.results([(member, member.handle.process.remote())], 60)
+    yield RayGroup(workers, Serializer(), "rollouts", members, replace_engine=lambda lost: None)
     for handle in handles:
         ray.kill(handle)
 

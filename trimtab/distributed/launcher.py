@@ -1,20 +1,23 @@
-"""Roles: what the RL loop speaks to, wherever they work.
+"""Roles, the groups that call them, and launchers, which bring roles to processes.
 
-A role is an ordinary object with methods such as `log_probs`, `update`, `sample`. The loop runs in one process and
-calls a *group*: the role in one process, or in several, each with its part of the work.
+A role is an ordinary object with methods such as `log_probs`, `update`, `sample`. The RL loop runs in one process, the
+controller, and calls a *group*: the role in one process or in several, each with its part of the work. Inside a call
+all processes of a group run the same method, so a method may use collectives.
 
-    LocalGroup   the role in this process
-    WorldGroup   the role in some or all processes of a world that a launcher started (hub.py)
-    RayGroup     the role in processes on the nodes of a Ray cluster (cluster/calls.py)
+A run is described by *units*: roles that hold parts of each other, and so always share processes, with the function
+that builds them where they work. A launcher builds units in their processes and returns the groups of their roles:
 
-The loop does not know which. Inside a call all processes of a group run the same method, so a method may use
-collectives. How roles come to their processes is in staging.py.
+    InProcessLauncher      everything in this process
+    LocalProcessLauncher   in processes that were started together, all of them or some for each unit (local_launcher)
+    RayLauncher            on the nodes of a Ray cluster (ray/launcher)
+
+The loop does not know which. A unit's build function is at module level, so that it can be named to another process.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
@@ -23,9 +26,11 @@ from trimtab.distributed.random_state import process_seed, random_state, restore
 from trimtab.errors import RunFailed
 from trimtab.interrupts import StopRequest
 
+HOST = "host"  # the role that builds the others
+
 
 class Role:
-    """What every role can be asked."""
+    """The methods of every role."""
 
     def describe(self) -> dict[str, Any]:
         """What the controller needs to know of it: plain values."""
@@ -39,27 +44,27 @@ class Role:
             restore_random_state(state)
 
     def close(self) -> None:
-        """Let go of processes and connections."""
+        """Release processes and connections."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Those of a run that have a role, in order."""
+    """The processes of a run that have a role, in order."""
 
     ranks: Sequence[int]
     parts: Sequence[int]
-    """Which part of a call each of them gets; of those with the same one the first tells the result."""
+    """Which part of a call each of them gets. Of processes with the same part, the first one's result counts."""
     streams: Sequence[int]
-    """By which number each one's random state is known: those that draw alike have the same."""
+    """The number of each one's random stream: processes that draw alike have the same."""
 
     @classmethod
     def apart(cls, ranks: Sequence[int]) -> "Processes":
-        """Each with a part of its own."""
+        """Each with a part and a stream of its own."""
         return cls(ranks, range(len(ranks)), ranks)
 
     @property
-    def telling(self) -> list[int]:
-        """Of every part, the process whose result counts."""
+    def reporting(self) -> list[int]:
+        """For every part, the rank whose result counts."""
         return [self.ranks[self.parts.index(part)] for part in range(self.size)]
 
     @property
@@ -67,26 +72,12 @@ class Processes:
         return max(self.parts) + 1
 
 
-class PendingCall(Protocol):
-    """A call that has been made."""
-
-    name: str  # role and method
-
-    def wait(self, seconds: float | None = None) -> list[Any]:
-        """One result a part, in their order, or one a process where there were no parts. RunFailed: there is none
-        after so many seconds."""
-
-    def found(self, seconds: float) -> list[Any]:
-        """The same, where the results of some do not wait for the others: in the place of one that is not there after
-        so many seconds is `Unanswered`, which may be asked for again; in that of an engine that is gone, its loss."""
-
-
 class WorkerLost(RunFailed):
-    """A process of a run is gone. What the others hold cannot be gathered any more; checkpoints are what is left."""
+    """A process of a run is gone. What the others hold cannot be gathered any more; checkpoints remain."""
 
 
 class EngineLost(WorkerLost):
-    """One that only answers prompts: another can take its place."""
+    """A process that only answers prompts is gone: another can take its place."""
 
     def __init__(self, message: str, rank: int):
         super().__init__(message)
@@ -97,37 +88,68 @@ class Unanswered:
     """In the place of a result that is not there yet."""
 
 
+class PendingCall:
+    """A call that has been sent; this one was done at once, in this process."""
+
+    def __init__(self, name: str, results: list[Any] | None = None):
+        self.name = name  # role and method
+        self._results = results or []
+
+    def wait(self, seconds: float | None = None) -> list[Any]:
+        """One result a part, in order, or one a process for a call without parts. RunFailed: not all came in time."""
+        return self._results
+
+    def found(self, seconds: float) -> list[Any]:
+        """The same for processes that do not wait for each other: `Unanswered` for a result that is not there after
+        that time, which a later call may return, and EngineLost for that of an engine that is gone."""
+        return self.wait()
+
+
 class Group(ABC):
+    """A role, in one process or in several, as the controller calls it."""
+
     name: str
-    size: int
-    """How many parts a call may have: processes that learn from different data."""
     processes: Processes
     apart = False
-    """Of processes that compute alone, each of which another can stand in for."""
+    """Processes that compute alone, each of which can be replaced."""
+
+    @property
+    def size(self) -> int:
+        """How many parts a call may have: processes that learn from different data."""
+        return self.processes.size
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Which processes of the run it is."""
         return self.processes.ranks
 
-    @abstractmethod
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> PendingCall:
-        """Have a method run in every process: with its own part, if there are parts, and what all are told alike."""
+        """Call a method in every process: with its own part, if there are parts, and with the arguments that all
+        share."""
+        if parts is None:
+            return self._send(method, [()] * len(self.ranks), self.ranks, shared)
+        assert len(parts) == self.size
+        return self._send(method, [(parts[part],) for part in self.processes.parts], self.processes.reporting, shared)
 
     def call(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         return self.start(method, parts, **shared).wait()
 
+    def each(self, method: str, values: Sequence[Any]) -> list[Any]:
+        """Call a method in every process, each with its own value, also where several share a part."""
+        return self._send(method, [(value,) for value in values], self.ranks, {}).wait()
+
+    def _send(
+        self, method: str, arguments: Sequence[tuple], reporting: Sequence[int], shared: dict[str, Any]
+    ) -> PendingCall:
+        """`arguments`: of every process; `reporting`: the ranks whose results are returned."""
+        raise NotImplementedError
+
     def first_of_each_part(self, results: Sequence[Any]) -> list[Any]:
-        """Of what every process has said, that of the first one with each part."""
+        """Of one result a process, that of the first process with each part."""
         parts = list(self.processes.parts)
         return [results[parts.index(part)] for part in range(self.size)]
 
-    @abstractmethod
-    def each(self, method: str, values: Sequence[Any]) -> list[Any]:
-        """Have a method run in every process, each with a value of its own, also where several share a part."""
-
     def replace_engine(self, lost: Exception) -> None:
-        """Another process in the place of one that is gone, with its roles as they were built at first."""
+        """Start another process in the place of one that is gone, with its roles as they were built at first."""
         raise lost
 
     @abstractmethod
@@ -137,56 +159,22 @@ class Group(ABC):
 
 
 class InProcessGroup(Group):
-    size = 1
     processes = Processes.apart((0,))
 
     def __init__(self, name: str, role: Any, device: Device):
         self.name, self.role, self.device = name, role, device
 
-    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> "FinishedCall":
-        own = () if parts is None else (parts[0],)
-        return FinishedCall(f"{self.name}.{method}", [getattr(self.role, method)(*own, **shared)])
-
-    def each(self, method: str, values: Sequence[Any]) -> list[Any]:
-        return self.call(method, values)
+    def _send(
+        self, method: str, arguments: Sequence[tuple], reporting: Sequence[int], shared: dict[str, Any]
+    ) -> PendingCall:
+        return PendingCall(f"{self.name}.{method}", [getattr(self.role, method)(*arguments[0], **shared)])
 
     def reinit_process_group(self) -> bool:
         self.device.release_memory()
         return False
 
 
-class FinishedCall:
-    """What was done at once, in this process."""
-
-    def __init__(self, name: str, results: list[Any]):
-        self.name, self._results = name, results
-
-    def wait(self, seconds: float | None = None) -> list[Any]:
-        return self._results
-
-    def found(self, seconds: float) -> list[Any]:
-        return self._results
-
-
-# ---- How the roles of a run come to their processes. A run is described by *units*: roles that hold parts of each
-# other and therefore always share processes, and the function that builds them where they work. A stage brings units
-# into processes and hands back the groups that speak to their roles: LocalStage everything in this process WorldStage
-# in the processes of a world that a launcher started, all of them or some for each unit RayStage on the nodes of a
-# Ray cluster (cluster/stage.py) A builder is a module-level function of the options and a place, so that it can be
-# named to another process.
-
-
-HOST = "host"
-
-
-class SeededOptions(Protocol):
-    """What is asked here of a job's options; units are built by all of them."""
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def full_determinism(self) -> bool: ...
+# ---- roles in their processes
 
 
 @dataclass(frozen=True)
@@ -200,22 +188,24 @@ class Place:
 
 @dataclass(frozen=True)
 class Unit:
+    """Roles that are built together, in the same processes."""
+
     name: str
     build: Callable[[Any, Place], dict[str, Any]]  # its roles by name, of this process
     roles: tuple[str, ...]
     engines: tuple[str, ...] = ()  # of them, those that do not split rows: each tensor group gets a part
-    ranks: Sequence[int] | None = None  # the processes of a world that have it; None: all
+    ranks: Sequence[int] | None = None  # the processes of the world that have it; None: all
     learns: bool = False  # a model of it is trained
     apart: bool = False  # in processes outside the world, each alone: other programs' engines
     environment: Mapping[str, str] = field(default_factory=dict)  # of those processes
 
 
 class RoleHost:
-    """Builds and holds the roles of one process. Itself a role, which a controller calls in all processes alike."""
+    """Builds and holds the roles of one process. Itself a role, which the controller calls in all processes alike."""
 
     def __init__(
         self,
-        options: SeededOptions,
+        options: Any,
         units: Iterable[Unit],
         make_mesh: Callable[..., Mesh],  # (options, world, ranks, learns=...)
         device: Device,
@@ -226,7 +216,7 @@ class RoleHost:
         self.meshes: dict[str, Mesh] = {}
         self.device, self.world, self.stop = device, world, stop
         self.roles: dict[str, Any] = {HOST: self}
-        self._held: dict[str, Any] = {}
+        self._carried: dict[str, Any] = {}
         self._random: dict | None = None
 
     def build(self, *, unit: str) -> None:
@@ -242,23 +232,22 @@ class RoleHost:
         seed_everything(options.seed, deterministic=options.full_determinism)
         made = described.build(options, Place(self.device, mesh, self.stop))
         assert tuple(made) == described.roles, f"{unit}: {tuple(made)} were built, not {described.roles}"
-        for name in made.keys() & self._held.keys():
-            made[name].restore(self._held.pop(name))
+        for name in made.keys() & self._carried.keys():
+            made[name].restore(self._carried.pop(name))
         self.roles |= made
 
     def processes(self) -> dict[str, Processes]:
-        """Of every role, those that have it."""
+        """The processes of every role."""
         found = {}
         for unit, mesh in self.meshes.items():
-            streams = _streams(mesh)
             for role in self.units[unit].roles:
                 parts = mesh.tensor_groups if role in self.units[unit].engines else mesh.parts
-                found[role] = Processes(mesh.ranks, parts, streams)
+                found[role] = Processes(mesh.ranks, parts, _streams(mesh))
         return found
 
     def settle(self) -> None:
-        """When all is built: dropout differs between processes that work on different tokens, everything else does
-        not."""
+        """When all units are built, seed this process: dropout differs between processes that work on different
+        tokens, everything else does not."""
         if self._random is not None:
             restore_random_state(self._random)
             self._random = None
@@ -268,37 +257,44 @@ class RoleHost:
         stream = self.world.rank if mesh is None else _streams(mesh)[mesh.ranks.index(self.world.rank)]
         seed_everything(process_seed(self.options.seed, stream), deterministic=self.options.full_determinism)
 
-    def let_go(self) -> None:
-        """Keep this process's parts of what was learnt, for roles that are built anew."""
-        self._held = {name: role.carry() for name, role in self.roles.items() if hasattr(role, "carry")}
+    def release(self) -> None:
+        """Close the roles, but keep this process's parts of what they have learnt for roles that are built anew."""
+        self._carried = {name: role.carry() for name, role in self.roles.items() if hasattr(role, "carry")}
         self._random = random_state()
         self.close()
         self.device.release_memory()
 
     def close(self) -> None:
-        for name, role in self.roles.items():
-            if name != HOST:
-                role.close()
-        # In place: who serves calls looks roles up here.
         for name in [name for name in self.roles if name != HOST]:
-            del self.roles[name]
+            self.roles.pop(name).close()  # in place: the RPC hub looks roles up in this dict
 
 
 def _streams(mesh: Mesh) -> tuple[int, ...]:
-    """By which number each of its processes draws: the rank, where there are no tensor groups."""
+    """The random stream of each process: its rank, where there are no tensor groups."""
     return tuple(mesh.ranks[0] + group for group in mesh.tensor_groups)
 
 
 class Launcher(ABC):
-    """A way to bring roles to processes. `device`, `world`: what the controller is told of them."""
+    """Brings roles to processes. `device`, `world`: those of the roles, as the controller sees them."""
 
     device: Device
     world: World
     stop: StopRequest
 
+    def groups(self, options: Any) -> dict[str, Group]:
+        """Build all roles, with the options as the controller has completed them, and return their groups."""
+        hosts, units = self._hosts(options)
+        for unit in units:
+            hosts.call("build", unit=unit)
+        hosts.call("settle")
+        return {role: self._group(role, found) for role, found in hosts.call("processes")[0].items()}
+
     @abstractmethod
-    def groups(self, options: SeededOptions) -> dict[str, Group]:
-        """Build everything, with what the controller has made of the options."""
+    def _hosts(self, options: Any) -> tuple[Group, Iterable[str]]:
+        """The role hosts of all processes of the world, and the units that they build."""
+
+    @abstractmethod
+    def _group(self, role: str, processes: Processes) -> Group: ...
 
     @abstractmethod
     def rebuild_groups(self) -> dict[str, Group]:
@@ -308,9 +304,8 @@ class Launcher(ABC):
         """Where the roles are, for the manifest of a run."""
         return {}
 
-    @abstractmethod
-    def hang_up(self) -> None:
-        """The other processes end."""
+    def hang_up(self) -> None:  # noqa: B027
+        """Tell the other processes to end."""
 
 
 class InProcessLauncher(Launcher):
@@ -318,20 +313,15 @@ class InProcessLauncher(Launcher):
         self.host = host
         self.device, self.world, self.stop = host.device, host.world, host.stop
 
-    def groups(self, options: SeededOptions) -> dict[str, Group]:
+    def _hosts(self, options: Any) -> tuple[Group, Iterable[str]]:
         self.host.options = options
-        for unit in self.host.units:
-            self.host.build(unit=unit)
-        self.host.settle()
-        return {
-            name: InProcessGroup(name, role, self.host.device) for name, role in self.host.roles.items() if name != HOST
-        }
+        return InProcessGroup(HOST, self.host, self.device), self.host.units
+
+    def _group(self, role: str, processes: Processes) -> Group:
+        return InProcessGroup(role, self.host.roles[role], self.device)
 
     def rebuild_groups(self) -> dict[str, Group]:
         raise AssertionError("one process goes on with what it has")
-
-    def hang_up(self) -> None:
-        """Nobody else is there."""
 
     def close(self) -> None:
         self.host.close()

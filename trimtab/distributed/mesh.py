@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.distributed.process_group import COLLECTIVE_TIMEOUT, Peers, World, noting_sockets
+from trimtab.distributed.process_group import Peers, World, new_group
 
 DIMENSIONS = ("replicate", "shard", "context", "tensor")
 Over = tuple[str, ...]
@@ -179,8 +179,7 @@ class Mesh:
         """The group of the circle that this process is in. None: of all that have met."""
         if len(circles[0]) == self.world.size:
             return None
-        with noting_sockets():
-            groups = [dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT) for ranks in circles]
+        groups = [new_group(ranks) for ranks in circles]
         return next((group for group, ranks in zip(groups, circles) if self.world.rank in ranks), None)
 
     def _circles(self, over: Over) -> tuple[tuple[int, ...], ...]:

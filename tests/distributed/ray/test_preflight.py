@@ -31,7 +31,7 @@ def cluster(monkeypatch, tmp_path):
             asked.append(request)
             return {node.id: look(inspector()(request, node.id), request, node.id) for node in used}
 
-        monkeypatch.setattr(module, "_asked", answers)
+        monkeypatch.setattr(module, "_inspect", answers)
         return asked
 
     return set_up

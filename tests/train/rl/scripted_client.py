@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.distributed.launcher import EngineLost, FinishedCall, Group, Processes, Unanswered
+from trimtab.distributed.launcher import EngineLost, Group, PendingCall, Processes, Unanswered
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.async_groups import Admission, Collected, InFlightGroup, Wait, Written
@@ -77,13 +77,13 @@ class Process:
         return [Wait(place, 0, "its next token", 3, 1.5) for place in self.groups]
 
 
-class Found(FinishedCall):
+class Found(PendingCall):
     """Where one may be gone, and another one late."""
 
     late: int | None = None
 
     def found(self, seconds: float) -> list[Any]:
-        found, late = super().found(seconds), self.late
+        found, late = super().wait(seconds), self.late
         self.late = None
         return [Unanswered() if part == late else told for part, told in enumerate(found)]
 
@@ -100,14 +100,14 @@ class SeveralWorkers(Group):
     name = "rollouts"
 
     def __init__(self, processes: Sequence[Process]):
-        self.members, self.size = list(processes), len(processes)
-        self.processes = Processes.apart(range(self.size))
+        self.members = list(processes)
+        self.processes = Processes.apart(range(len(self.members)))
         self.lost: dict[str, int] = {}  # method -> which of them is found to be gone when it is called
         self.late: dict[str, int] = {}  # method -> which of them has not answered it when that is first asked
         self.gone: set[int] = set()
         self.mended = 0
 
-    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> FinishedCall:
+    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> PendingCall:
         if (rank := self.lost.pop(method, None)) is not None:
             self.gone.add(rank)
         own = [()] * self.size if parts is None else [(part,) for part in parts]

