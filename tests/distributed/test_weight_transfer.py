@@ -9,7 +9,6 @@ import torch
 
 from trimtab.distributed.process_group import init_process_group
 from trimtab.distributed.weight_transfer import (
-    TransferOffer,
     TransferSender,
     describe_receiver,
     join_as_receiver,
@@ -38,7 +37,7 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 def test_buckets_hold_every_tensor_as_it_was():
     sent = weights()
     cut = plan_buckets(tensor_specs(sent.items()), bucket=200)
-    assert len(cut) > 2 and max(len(part.pieces) for part in cut) > 1
+    assert len(cut) > 2 and max(len(part) for part in cut) > 1
     found = {
         name: tensor
         for part, bucket in zip(cut, pack_buckets(sent.items(), cut, CPU))
@@ -152,10 +151,10 @@ def test_a_receiver_that_dies_ends_nobodys_gathering_or_taking_in(monkeypatch):
 
 
 def test_the_door_is_open_on_the_address_of_the_node_alone():
-    offer = TransferOffer(CPU)
-    address, port = offer.store
-    assert address == "127.0.0.1" == offer.socket.getsockname()[0]
-    offer.socket.close()
+    sender = TransferSender(CPU)
+    address, port = sender.offer()["store"]
+    assert address == "127.0.0.1" == sender._socket.getsockname()[0]
+    sender.close()
     with pytest.raises(OSError):
         socket.create_connection((address, port), timeout=1)
 
@@ -164,9 +163,10 @@ def test_a_device_without_collectives_sends_through_main_memory(monkeypatch):
     monkeypatch.setattr(
         torch.distributed, "get_default_backend_for_device", int
     )  # a ValueError, as for a device unknown to it
-    offer = TransferOffer(torch.device("mps"))
-    assert offer.described()["library"] == "gloo" and not offer.described()["shares"]
-    offer.socket.close()
+    sender = TransferSender(torch.device("mps"))
+    offer = sender.offer()
+    assert offer["library"] == "gloo" and not offer["shares"]
+    sender.close()
     with pytest.raises(UserError, match=r"^an Apple GPU has no collectives in this torch: start one process$"):
         init_process_group(torch.device("mps"))
 

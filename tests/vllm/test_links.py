@@ -97,7 +97,7 @@ def send_moved(pipe, folder, *, dies: bool):
 
 
 def test_weights_that_stop_half_way_do_not_spoil_the_next_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(link, "parts", SMALL_BUCKETS)
+    monkeypatch.setattr(link, "plan_buckets", SMALL_BUCKETS)
     policy = write_model(tmp_path, tie_word_embeddings=True)
     engine = engine_of(tmp_path, None)
     move(policy)

@@ -1,15 +1,15 @@
-"""Links: a way for tensors from one process to others that are not of its world, such as rollout engines.
+"""Weights from one process to others outside its world, such as rollout engines.
 
-A link has a store of its own, on the sender, bound to the address of its node, and a group that is not torch's default
-one. Tensors travel in buckets; their names, types and shapes are told once, in the plan.
+A channel has its own store, on the sender, bound to the address of its node, and a group that is not torch's default
+one. Tensors travel in buckets; their names, types and shapes are sent once, in the plan.
 
     gloo     through main memory
-    nccl     between accelerators, or what else their library is called (devices.py)
+    nccl     between accelerators, or what else their library is called (device)
     shared   between processes on one accelerator: both see the sender's bucket (CUDA IPC), gloo says when
 
-A *plan* is a list of links, the same for all that take part, in plain values: the `store` of each, its `way`, the
-`seats` of its receivers in the order of their ranks, the `tensors` and whatever else is to be known `about` them. Who
-plans knows the offers of the senders and the seats of the receivers (`plan_links`).
+A *plan* is a list of channels, the same for all that take part, in plain values: the `store` of each, its `way`, the
+`seats` (names) of its receivers in the order of their ranks, the `tensors`, and what else there is to know `about`
+them. It is made of the offers of the senders and the descriptions of the receivers (`plan_transfer`).
 """
 
 import contextlib
@@ -17,9 +17,8 @@ import json
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,50 +31,88 @@ from trimtab.distributed.supervision import pulse
 NODE_ADDRESS = "TRIMTAB_NODE_ADDRESS"
 """Environment variable: this machine's address among those of a cluster."""
 GLOO, SHARED = "gloo", "shared"
-IN_MAIN_MEMORY = (GLOO, SHARED)  # what is said besides tensors
-LOOPBACK = "127.0.0.1"
+IN_MAIN_MEMORY = (GLOO, SHARED)  # barriers and what is said besides tensors
+BUCKET_BYTES = 64 * 2**20
+ALIGNMENT = 16
 TransferPlan = list[dict[str, Any]]
+TensorSpec = tuple[str, str, tuple[int, ...]]  # name, type, shape
+
+
+# ---- buckets: a few large messages instead of one a tensor
+
+
+class BucketEntry(NamedTuple):
+    """A tensor's place in a bucket of bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Bucket = list[BucketEntry]
+
+
+def tensor_specs(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
+    return [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors]
+
+
+def plan_buckets(tensors: Sequence[TensorSpec], bucket: int = BUCKET_BYTES) -> list[Bucket]:
+    """Buckets of at most that many bytes, in order; a larger tensor travels alone."""
+    buckets: list[Bucket] = []
+    for name, dtype, shape in tensors:
+        entry = BucketEntry(name, getattr(torch, dtype), shape, _size(buckets[-1]) if buckets else 0)
+        if not buckets or entry.end > bucket:
+            entry = entry._replace(start=0)
+            buckets.append([])
+        buckets[-1].append(entry)
+    return buckets
+
+
+def _size(bucket: Bucket) -> int:
+    return -(-bucket[-1].end // ALIGNMENT) * ALIGNMENT
+
+
+def pack_buckets(
+    tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[Bucket], device: torch.device
+) -> Iterator[Tensor]:
+    """The bytes of tensors that come in the order of the buckets, one bucket at a time."""
+    coming = iter(tensors)
+    for bucket in buckets:
+        packed = torch.empty(_size(bucket), dtype=torch.uint8, device=device)
+        for entry in bucket:
+            name, tensor = next(coming)
+            assert (name, tensor.dtype, tuple(tensor.shape)) == entry[:3], name
+            packed[entry.start : entry.end].view(entry.dtype).copy_(tensor.detach().reshape(-1))
+        yield packed
+    assert next(coming, None) is None, "more tensors than were described"
+
+
+def unpack_bucket(packed: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    for entry in bucket:
+        yield entry.name, packed[entry.start : entry.end].view(entry.dtype).view(entry.shape)
+
+
+# ---- plans
 
 
 def node_address() -> str:
-    return os.environ.get(NODE_ADDRESS, LOOPBACK)
+    return os.environ.get(NODE_ADDRESS, "127.0.0.1")
+
+
+def _device_name(device: torch.device) -> str | None:
+    """Of an accelerator, a name that all processes of the cluster give it."""
+    name = device_name(device)
+    return None if name is None else f"{node_address()}/{name}"
 
 
 def describe_receiver(device: torch.device) -> dict[str, Any]:
-    """Who a receiver is, for plans."""
+    """This process as a receiver, for plans."""
     return {"seat": f"{node_address()}/{os.getpid()}", "device": _device_name(device)}
-
-
-class TransferOffer:
-    """A sender's open door: a port on its node's address, on which a store will listen."""
-
-    def __init__(self, device: torch.device):
-        address = node_address()
-        self.socket = socket.create_server((address, 0))
-        self.store = [address, self.socket.getsockname()[1]]
-        self.device = device
-
-    def described(self) -> dict[str, Any]:
-        return {
-            "store": self.store,
-            "device": _device_name(self.device),
-            "library": collectives_of(self.device) or GLOO,
-            "shares": kind_of(self.device).shared_memory,
-        }
-
-    def accept(self, plan: TransferPlan) -> "TransferChannel | None":
-        """The link of the plan that begins here; None: there is none."""
-        entry = next((entry for entry in plan if entry["store"] == self.store), None)
-        if entry is None:
-            self.socket.close()
-            return None
-        return TransferChannel(entry, 0, self.device, listening=self.socket.detach())
-
-
-def join_as_receiver(plan: TransferPlan, device: torch.device) -> "TransferChannel":
-    own = describe_receiver(device)["seat"]
-    entry = next(entry for entry in plan if own in entry["seats"])
-    return TransferChannel(entry, entry["seats"].index(own) + 1, device)
 
 
 def plan_transfer(
@@ -87,22 +124,26 @@ def plan_transfer(
     about: dict[str, Any],
     patience: float,
 ) -> TransferPlan:
-    """Who sends to whom: a receiver on a sender's own accelerator shares its memory, all others hear the first one."""
+    """Who sends to whom: a receiver on a sender's own accelerator shares its memory, all others get weights from the
+    first sender."""
     sharing: dict[int, list[str]] = {}
     others: list[str] = []
     for found in seats:
         near = [i for i, offer in enumerate(offers) if found["device"] and offer["device"] == found["device"]]
         if near and not offers[near[0]]["shares"]:
-            near, backend = [], GLOO  # between devices, which a library wants to be different ones
+            near, backend = [], GLOO  # a library between devices wants them to be different ones
         (sharing.setdefault(near[0], []) if near else others).append(found["seat"])
     common = {"tensors": tensors, "about": about, "patience": patience}
     plan = [{"store": offers[i]["store"], "way": SHARED, "seats": near, **common} for i, near in sharing.items()]
     if others and 0 in sharing:
-        # The first sender has one door, and it is taken: all hear it through main memory.
+        # The first sender has one store, and it is taken: all its receivers get weights through main memory.
         plan[list(sharing).index(0)] |= {"way": GLOO, "seats": [*sharing[0], *others]}
     elif others:
         plan.append({"store": offers[0]["store"], "way": backend, "seats": others, **common})
     return plan
+
+
+# ---- channels
 
 
 class TransferChannel:
@@ -111,63 +152,64 @@ class TransferChannel:
         self.way, self.rank, self.about = entry["way"], rank, entry["about"]
         self.device = torch.device("cpu") if self.way == GLOO else device
         self.tensors = [(name, dtype, tuple(shape)) for name, dtype, shape in entry["tensors"]]
-        self.parts = plan_buckets(self.tensors)
+        self.buckets = plan_buckets(self.tensors)
         size, patience = len(entry["seats"]) + 1, timedelta(seconds=entry["patience"])
         address, port = entry["store"]
         server = {} if listening is None else {"is_master": True, "master_listen_fd": listening}
         with pulse.waiting():
             self.store = dist.TCPStore(address, port, size, timeout=patience, wait_for_workers=False, **server)
-            self.group = _group(self.way, self.store, rank, size, patience, address)
+            if self.way in IN_MAIN_MEMORY:
+                self.group = _gloo_group(self.store, rank, size, patience, address)
+            else:
+                self.group = _device_group(self.way, self.store, rank, size, patience)
             self._barrier()
-        self._shared = _shared_bucket(self.store, rank, self.device, self.parts) if self.way == SHARED else None
+        self._shared = _shared_bucket(self.store, rank, self.device, self.buckets) if self.way == SHARED else None
 
-    # ---- buckets
-
-    def send(self, bucket: Tensor) -> None:
-        """One bucket; `packed` makes them."""
+    def send(self, packed: Tensor) -> None:
+        """One bucket of `pack_buckets`."""
         with pulse.waiting():
             if self._shared is None:
-                self.group.broadcast(bucket, 0).wait()
+                self.group.broadcast(packed, 0).wait()
                 return
-            self._shared[: len(bucket)].copy_(bucket)
+            self._shared[: len(packed)].copy_(packed)
             torch.accelerator.synchronize()
             self._barrier()  # it is there
             self._barrier()  # it was taken
 
     @contextlib.contextmanager
     def receiving(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Everything that is sent, by name. What did not come are zeros, and the end of the block raises: whoever takes
-        tensors in then gets through all of them, and can begin anew."""
+        """Everything that is sent, by name. What did not come are zeros, and the end of the block raises: a model that
+        loads the tensors gets through all of them, and can begin anew."""
         failures: list[RuntimeError] = []
         yield self._received(failures)
         if failures:
             raise failures[0]
 
     def _received(self, failures: list[RuntimeError]) -> Iterator[tuple[str, Tensor]]:
-        for part in self.parts:
-            bucket = torch.zeros(part.size, dtype=torch.uint8, device=self.device)
+        for bucket in self.buckets:
+            packed = torch.zeros(_size(bucket), dtype=torch.uint8, device=self.device)
             if not failures:
                 try:
-                    self._receive(bucket)
+                    self._receive(packed)
                 except RuntimeError as error:
                     failures.append(error)
-                    bucket.zero_()
-            yield from unpack_bucket(bucket, part)
+                    packed.zero_()
+            yield from unpack_bucket(packed, bucket)
 
-    def _receive(self, bucket: Tensor) -> None:
+    def _receive(self, packed: Tensor) -> None:
         with pulse.waiting():
             if self._shared is None:
-                self.group.broadcast(bucket, 0).wait()
+                self.group.broadcast(packed, 0).wait()
                 return
             self._barrier()
-            bucket.copy_(self._shared[: len(bucket)])
+            packed.copy_(self._shared[: len(packed)])
             torch.accelerator.synchronize()
             self._barrier()
 
     def close(self) -> None:
         self._shared = None
         self.group.shutdown()
-        del self.group  # only now does gloo close its connections, which whoever waits at the other end must see
+        del self.group  # only now does gloo close its connections, which a receiver that waits must see
 
     def _barrier(self) -> None:
         options = dist.BarrierOptions()
@@ -177,68 +219,86 @@ class TransferChannel:
         self.group.barrier(options).wait()
 
 
+def join_as_receiver(plan: TransferPlan, device: torch.device) -> TransferChannel:
+    own = describe_receiver(device)["seat"]
+    entry = next(entry for entry in plan if own in entry["seats"])
+    return TransferChannel(entry, entry["seats"].index(own) + 1, device)
+
+
 class TransferSender:
-    """What a process sends over. Of a split model every process must send, one without a link too: it gathers with the
-    others."""
+    """The sending side in one process. Of a split model every process must send, also one without a channel: it gathers
+    with the others."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._offer: TransferOffer | None = None
-        self._link: TransferChannel | None = None
+        self._socket: socket.socket | None = None  # on the node's address, for the store of a channel
+        self._channel: TransferChannel | None = None
 
     def offer(self) -> dict[str, Any]:
+        """For a plan: the store that this process could have, and what its device can do."""
         self.close()
-        self._offer = TransferOffer(self.device)
-        return self._offer.described()
+        self._socket = socket.create_server((node_address(), 0))
+        return {
+            "store": [node_address(), self._socket.getsockname()[1]],
+            "device": _device_name(self.device),
+            "library": collectives_of(self.device) or GLOO,
+            "shares": kind_of(self.device).shared_memory,
+        }
 
     def open(self, plan: TransferPlan) -> None:
-        assert self._offer is not None, "nothing was offered"
-        offer, self._offer = self._offer, None
-        self._link = offer.accept(plan)
+        """Open the channel of the plan that begins here, if one does."""
+        assert self._socket is not None, "nothing was offered"
+        store = [node_address(), self._socket.getsockname()[1]]
+        entry = next((entry for entry in plan if entry["store"] == store), None)
+        if entry is None:
+            self.close()
+            return
+        listening, self._socket = self._socket.detach(), None
+        self._channel = TransferChannel(entry, 0, self.device, listening)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Where a receiver is gone nothing more is sent, but the others that gather are not left alone: it raises at
-        the end."""
-        if self._link is None:
+        """Where a receiver is gone nothing more is sent, but the processes that gather with this one are not left
+        alone: it raises at the end."""
+        if self._channel is None:
             for _ in tensors:
                 pulse.move()
             return
         failure: RuntimeError | None = None
-        for bucket in pack_buckets(tensors, self._link.parts, self._link.device):
-            if self._link is None:
+        for packed in pack_buckets(tensors, self._channel.buckets, self._channel.device):
+            if self._channel is None:
                 pulse.move()
                 continue
             try:
-                self._link.send(bucket)
+                self._channel.send(packed)
             except RuntimeError as error:
                 failure = error
-                self._link.close()  # so that the other receivers wait no longer
-                self._link = None
+                self.close()  # so that the other receivers wait no longer
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-        if self._offer is not None:
-            self._offer.socket.close()
-            self._offer = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
-def _group(way: str, store: dist.Store, rank: int, size: int, patience: timedelta, address: str) -> Any:
-    if way not in IN_MAIN_MEMORY:
-        if NODE_ADDRESS in os.environ:
-            use_interface_of(node_address())
-        return _group_of_devices(way, store, rank, size, patience)
+def _gloo_group(store: dist.Store, rank: int, size: int, patience: timedelta, address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = patience
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(address))]
+    # This machine's own address on the way to the store: gloo would listen on every interface.
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # nothing is sent
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _group_of_devices(library: str, store: dist.Store, rank: int, size: int, patience: timedelta) -> Any:
+def _device_group(library: str, store: dist.Store, rank: int, size: int, patience: timedelta) -> Any:
     """A group outside torch's own list of them: of a library that torch has, or that another package has brought."""
+    if NODE_ADDRESS in os.environ:
+        use_interface_of(node_address())
     if (own := getattr(dist, f"ProcessGroup{library.upper()}", None)) is not None:
         options = own.Options()
         options._timeout = patience
@@ -252,22 +312,9 @@ def _group_of_devices(library: str, store: dist.Store, rank: int, size: int, pat
     return brought.creator_fn(about, None)
 
 
-def _address_towards(other: str) -> str:
-    """This machine's own address on the way to another: what to listen on, instead of on every interface."""
-    with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))  # nothing is sent
-        return probe.getsockname()[0]
-
-
-def _device_name(device: torch.device) -> str | None:
-    """Of an accelerator, a name that all processes of the cluster give it."""
-    name = device_name(device)
-    return None if name is None else f"{node_address()}/{name}"
-
-
-def _shared_bucket(store: dist.Store, rank: int, device: torch.device, plan: Sequence[Any]) -> Tensor:
-    """The sender's bucket, seen by all on its accelerator."""
-    size = max([BUCKET_BYTES, *(part.size for part in plan)])
+def _shared_bucket(store: dist.Store, rank: int, device: torch.device, buckets: Sequence[Bucket]) -> Tensor:
+    """The sender's bucket, seen by all processes on its accelerator."""
+    size = max([BUCKET_BYTES, *map(_size, buckets)])
     if rank == 0:
         bucket = torch.empty(size, dtype=torch.uint8, device=device)
         told = [v.hex() if isinstance(v, bytes) else v for v in bucket.untyped_storage()._share_cuda_()]
@@ -279,76 +326,3 @@ def _shared_bucket(store: dist.Store, rank: int, device: torch.device, plan: Seq
         device.index or 0, *(bytes.fromhex(v) if isinstance(v, str) else v for v in (handle, *rest))
     )
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, offset, (size,))
-
-
-# ---- Tensors packed into buckets of bytes: a few large messages instead of one a tensor.
-
-
-BUCKET_BYTES = 64 * 2**20  # bytes
-ALIGNMENT = 16
-TensorSpec = tuple[str, str, tuple[int, ...]]  # name, type, shape
-
-
-@dataclass(frozen=True)
-class BucketEntry:
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int  # in the bucket
-
-    @property
-    def bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """What travels in one bucket."""
-
-    pieces: tuple[BucketEntry, ...]
-
-    @property
-    def size(self) -> int:
-        return self.pieces[-1].start + _aligned(self.pieces[-1].bytes)
-
-
-def tensor_specs(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
-    return [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors]
-
-
-def plan_buckets(tensors: Sequence[TensorSpec], bucket: int = BUCKET_BYTES) -> list[Bucket]:
-    """In their order; a tensor larger than a bucket travels alone."""
-    found: list[list[BucketEntry]] = []
-    end = 0
-    for name, dtype, shape in tensors:
-        piece = BucketEntry(name, getattr(torch, dtype), shape, end)
-        if not found or end + piece.bytes > bucket:
-            found.append([])
-            piece = BucketEntry(name, piece.dtype, shape, 0)
-        found[-1].append(piece)
-        end = piece.start + _aligned(piece.bytes)
-    return [Bucket(tuple(pieces)) for pieces in found]
-
-
-def pack_buckets(
-    tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[Bucket], device: torch.device
-) -> Iterator[Tensor]:
-    """The buckets of tensors that come in the order of the parts, one at a time."""
-    coming = iter(tensors)
-    for part in buckets:
-        bucket = torch.empty(part.size, dtype=torch.uint8, device=device)
-        for piece in part.pieces:
-            name, tensor = next(coming)
-            assert (name, tensor.dtype, tuple(tensor.shape)) == (piece.name, piece.dtype, piece.shape), name
-            bucket[piece.start : piece.start + piece.bytes].view(piece.dtype).copy_(tensor.detach().reshape(-1))
-        yield bucket
-    assert next(coming, None) is None, "more tensors than were described"
-
-
-def unpack_bucket(bucket: Tensor, part: Bucket) -> Iterator[tuple[str, Tensor]]:
-    for piece in part.pieces:
-        yield piece.name, bucket[piece.start : piece.start + piece.bytes].view(piece.dtype).view(piece.shape)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
