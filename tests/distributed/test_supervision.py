@@ -68,9 +68,11 @@ def test_processes_that_wait_for_a_slow_one_are_left_alone(tmp_path):
     assert launch_processes(CRASH, ["1", "finish late", "1", str(tmp_path)], 3, hang_timeout=1) == 0
 
 
-LAUNCH = (
-    "import sys; from trimtab.distributed.supervision import launch; sys.exit(launch(sys.argv[1], sys.argv[2:], 2))"
-)
+LAUNCH = """
+import sys
+from trimtab.distributed.supervision import launch_processes
+sys.exit(launch_processes(sys.argv[1], sys.argv[2:], 2))
+"""
 
 
 @pytest.mark.parametrize(
