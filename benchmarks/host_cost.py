@@ -47,11 +47,11 @@ from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl import rollout_files
 from trimtab.train.rl.async_worker import GroupScorer
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.micro_batches import MicroBatcher, batches_of, mini_batches, totals_of
+from trimtab.train.rl.micro_batches import MicroBatcher, batches_of, mini_batches, totals_of, with_advantage
 from trimtab.train.rl.rollout_files import Spans
 from trimtab.train.rl.rollout_worker import SampleScorer
 from trimtab.train.rl.state import Counters, Iteration, row_of
-from trimtab.train.rl.token_advantages import compute_advantages, with_advantage
+from trimtab.train.rl.token_advantages import compute_advantages
 
 VOCABULARY = 32_000
 PASS_TOKENS = 32_768

@@ -39,7 +39,7 @@ class Run:
         asking = FakeAsking(self.group)
         steps = -(-self.order.steps // self.options.rollout_batch_size)
         self.supply = AsyncSource(self.options, self.order, SamplingParams(n=2), asking, steps)
-        asking.mend = self.mend
+        asking.replace_engine = self.mend
 
     def mend(self, lost) -> None:
         self.group.mend()
@@ -189,7 +189,7 @@ def test_when_everything_is_built_anew_everything_is_given_out_again():
     run.group.members[:] = [Process(77), Process(78)]
     for member in run.group.members:
         member.version = run.iteration
-    run.supply.built_anew()
+    run.supply.rebuilt()
     while run.iterate():
         pass
     assert run.settled() == list(range(run.order.steps))

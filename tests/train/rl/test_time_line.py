@@ -41,7 +41,7 @@ def test_spans_told_by_another_clock_lie_where_they_were(tmp_path, clock):
         clock.now += 1.0
     told = engine.taken()
     clock.now -= 1000.0  # the trainer's, at the same moment
-    line.tell(0, told, 1)
+    line.add_engines({0: told}, 1)
     with line.during("update", 1):
         clock.now += 0.5
     line.close()
@@ -109,7 +109,7 @@ def test_without_a_folder_nothing_is_written_and_a_full_disk_is_said(tmp_path, c
     line = TimeLine(tmp_path)
     line._file._file = open("/dev/full", "w")  # noqa: SIM115 (closed with the line)
     with pytest.raises(CannotWrite, match="cannot write there"):
-        line.tell(0, [("writing", 1.0, 0.0)], 1)
+        line.add_engines({0: [("writing", 1.0, 0.0)]}, 1)
     line.close()
 
 

@@ -1,12 +1,13 @@
 """By which number engines of their own know the weights that they are sent."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from trimtab.config.jobs import GRPOOptions
 from trimtab.distributed.launcher import EngineLost, InProcessGroup
-from trimtab.train.rl.weight_sync import SentWeights
+from trimtab.train.rl.weight_sync import WeightSync
 
 
 class Engine:
@@ -27,13 +28,16 @@ class Engines(InProcessGroup):
 
 
 def test_who_takes_a_lost_engines_place_is_told_the_version_of_the_weights_as_they_are_now(monkeypatch):
-    monkeypatch.setattr(SentWeights, "connect", lambda self: None)
+    monkeypatch.setattr(WeightSync, "connect", lambda self: None)
     checked: list[int] = []
     roles = SimpleNamespace(actor=InProcessGroup("actor", Policy(), None), rollouts=Engines("rollouts", Engine(), None))
-    publishing = SentWeights(GRPOOptions(max_restarts=1), roles, SimpleNamespace(check=checked.append))
-    publishing.publish(3)
+    source = SimpleNamespace(paused=nullcontext, engine_replaced=lambda: None)
+    options = GRPOOptions(max_restarts=1, ray=True, rollout_engine="vllm", vllm_num_engines=1)
+    weight_sync = WeightSync(options, roles, source, SimpleNamespace(check=checked.append))
+    weight_sync.sync(3)
     assert roles.rollouts.role.version == 3
-    publishing.mend(EngineLost("gone", 0), 4)  # after an update, before its weights were published
+    weight_sync.version = 4  # after an update, before its weights were sent
+    weight_sync.replace_engine(EngineLost("gone", 0))
     assert roles.rollouts.role.version == 4 and checked == [3, 4]
     with pytest.raises(EngineLost, match="gone again"):
-        publishing.mend(EngineLost("gone again", 0), 4)
+        weight_sync.replace_engine(EngineLost("gone again", 0))

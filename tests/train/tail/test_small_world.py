@@ -51,7 +51,7 @@ def every_answer(run):
     """All answers as one group, each as likely as the others to the proposal."""
     experience = experience_of(ANSWERS)
     experience.old_N = torch.zeros(len(experience.owners_N))
-    run.passes.fill(experience, "policy_N", run.roles.actor, "log_probs")
+    run.batcher.fill(experience, "policy_N", run.roles.actor, "log_probs")
     return experience
 
 
@@ -101,14 +101,14 @@ def teach_exactly(run, step: int = 0) -> None:
     tends to."""
     proposed, role = experience_of(UNIFORM), run.roles.proposal
     proposed.old_N = torch.full((len(proposed.owners_N),), -math.log(4))
-    run.passes.fill(proposed, "policy_N", run.roles.actor, "log_probs")
+    run.batcher.fill(proposed, "policy_N", run.roles.actor, "log_probs")
     if run.options.proposal == "model":
-        run.passes.fill(proposed, "twist_N", role, "log_probs")
+        run.batcher.fill(proposed, "twist_N", role, "log_probs")
         proposed.twist_N = proposed.twist_N - proposed.policy_N
     else:
-        run.passes.fill(proposed, "twist_N", role, "log_twists")
+        run.batcher.fill(proposed, "twist_N", role, "log_twists")
     shape_proposed(proposed, run.options)
-    parts = run.passes.parts(role, proposed, list(range(len(UNIFORM))), "advantages_N", "policy_N")
+    parts = run.batcher.parts(role, proposed, list(range(len(UNIFORM))), "advantages_N", "policy_N")
     role.call("update", parts, totals={"answers": 1.0}, step=step)
 
 
@@ -155,7 +155,7 @@ def learner_of(folder, monkeypatch, kind: str, beta: float, group: int):
 def divergence(run, model, beta: float) -> float:
     """KL(sigma || q)"""
     everything = experience_of(ANSWERS)
-    run.passes.fill(everything, "old_N", run.roles.proposal, "log_probs")
+    run.batcher.fill(everything, "old_N", run.roles.proposal, "log_probs")
     log_q = torch.stack([part.sum() for part in everything.old_N.split(everything.lengths_S.tolist())])
     assert float(log_q.exp().sum()) == pytest.approx(1, abs=1e-4)
     target = sigma(all_log_probs(model), beta)
@@ -175,7 +175,7 @@ def test_every_proposal_learns_sigma_and_then_its_weights_are_equal(folder, mode
     # What it says then is what it was trained to say, and weighs alike.
     proposed = run.sample_proposal(TailIteration(experience_of(UNIFORM), 1, {}))
     run.score_proposed(proposed)
-    run.passes.fill(proposed, "reference_N", run.roles.proposal, "log_probs")
+    run.batcher.fill(proposed, "reference_N", run.roles.proposal, "log_probs")
     # Twists of the linear head are 113 large, where numbers lie 8e-6 apart.
     rounding = (
         0.0 if proposed.twist_N is None else 4 * torch.finfo(torch.float32).eps * float(proposed.twist_N.abs().max())

@@ -185,7 +185,7 @@ class AsyncClient:
 
     # ---- those who write are others
 
-    def built_anew(self) -> None:
+    def rebuilt(self) -> None:
         """All of them: they are given everything again, as it was when it went out or was last saved."""
         self.writing = False
         groups, self.held, self._process = list(self.held.values()), {}, {}
@@ -293,7 +293,7 @@ class RemoteAsyncClient(AsyncClient):
 
     # ---- those who write are others
 
-    def built_anew(self) -> None:
+    def rebuilt(self) -> None:
         """Only those who learn were: engines go on."""
 
     def engine_replaced(self) -> None:
@@ -311,7 +311,7 @@ class RemoteAsyncClient(AsyncClient):
             while not _free(self._found("pause", seconds=TOGETHER)):
                 self.watchdog.check(self.waits)
             self.writing = False
-        self.asking.mend(lost)  # which tells of the new one
+        self.asking.replace_engine(lost)  # which tells of the new one
         if were_writing:
             self.go_on()
 

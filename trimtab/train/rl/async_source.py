@@ -318,8 +318,8 @@ class AsyncSource(RolloutSource):
     def spans(self) -> dict[int, list[Told]]:
         return self.writers.spans()
 
-    def built_anew(self) -> None:
-        self.writers.built_anew()
+    def rebuilt(self) -> None:
+        self.writers.rebuilt()
 
     def engine_replaced(self) -> None:
         self.writers.engine_replaced()

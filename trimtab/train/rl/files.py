@@ -6,7 +6,9 @@ ckpt_path/    global_stepN/ with actor/, critic/ or proposal/, experience/ if th
               and ahead/ with the answers of an asynchronous run that are not trained yet
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,33 @@ from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.launcher import Group
 from trimtab.distributed.mesh import Mesh
-from trimtab.errors import RunFailed, UserError
+from trimtab.errors import CannotWrite, RunFailed, UserError
 from trimtab.files import writing
-from trimtab.train.alarms import not_finite
+from trimtab.rewards.types import RewardFailed
+from trimtab.train.alarms import go_on_from, not_finite
 from trimtab.train.checkpoint import Checkpoints, reading
 from trimtab.train.checkpoint_files import TensorParts, write_parts
 from trimtab.train.metrics import MetricsFile, RunLog
+from trimtab.train.micro_batch_limit import NoRoom
+from trimtab.train.rl.async_client import RolloutStalled
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
+from trimtab.train.rl.rollout_client import EnvironmentFailed
 from trimtab.train.rl.rollout_files import KeptTokens, TimeLine, best_and_worst, sample_fields, turns, whole_groups
 from trimtab.train.run_directory import RunFolder, SpaceWatch, adam_bytes, compare, earlier_checkpoint
 
 LEARNERS = ("actor", "critic", "proposal")
 OF_THE_LOOP = ("experience", "ahead")
 SHOWN_CHARACTERS = 4000  # of a prompt or an answer in rollouts.jsonl
+
+
+@dataclass
+class Checkpoint:
+    """What a run resumes from."""
+
+    iteration: int
+    roles: Any
+    tensors: dict[str, dict[str, Tensor]]  # what the loop holds besides models, by folder
+    state: dict[str, Any]  # the rest of that
 
 
 class RunFiles:
@@ -182,25 +198,44 @@ class RunFiles:
 
     # ---- to go on from
 
-    def save(
-        self, step: int, roles: Any, tensors: dict[str, dict[str, Tensor]], state: dict, *, export: bool = True
-    ) -> Path | None:
-        """`tensors`: what the loop holds besides models, by folder; `export`: with --save_hf_ckpt the models too."""
-        self.check_finite(roles)
-        models = (lambda folder: self._export(roles, folder)) if export and self.options.save_hf_ckpt else None
+    @contextmanager
+    def saving_on_failure(self, checkpoint: Callable[[], Checkpoint]) -> Iterator[None]:
+        """Around the iterations: where a reward, an environment, memory or a disk fails, the run ends with a line that
+        names a checkpoint to go on from."""
+        try:
+            yield
+        except CannotWrite as error:
+            raise UserError(f"{error}; {self.rescue(checkpoint())}") from error
+        except (RewardFailed, EnvironmentFailed, NoRoom, RolloutStalled) as error:
+            try:
+                # After a lack of memory what processes hold together can be saved in parts, but not gathered.
+                where = go_on_from(self.save(checkpoint(), export=not isinstance(error, NoRoom)))
+            except CannotWrite:
+                where = self.rescue(checkpoint())
+            raise RunFailed(f"{error}; {where}") from error
+        finally:
+            self.close()
+
+    def save(self, checkpoint: Checkpoint, *, export: bool = True) -> Path | None:
+        """`export`: with --save_hf_ckpt the models too."""
+        self.check_finite(checkpoint.roles)
+        models = None
+        if export and self.options.save_hf_ckpt:
+            models = lambda folder: self._export(checkpoint.roles, folder)  # noqa: E731
         if not self.options.disable_ds_ckpt:
-            return self.checkpoints.save(step, *self._checkpoint(step, roles, tensors, state), models)
+            return self.checkpoints.save(checkpoint.iteration, *self._contents(checkpoint), models)
         if models is not None:
-            self.checkpoints.export_only(step, models)
+            self.checkpoints.export_only(checkpoint.iteration, models)
         return None
 
-    def rescue(self, step: int, roles: Any, tensors: dict[str, dict[str, Tensor]], state: dict) -> str:
+    def rescue(self, checkpoint: Checkpoint) -> str:
         """The same after a disk failed: wherever there is room; where that is, in words."""
-        self.check_finite(roles)
-        return self.checkpoints.rescue(step, *self._checkpoint(step, roles, tensors, state))
+        self.check_finite(checkpoint.roles)
+        return self.checkpoints.rescue(checkpoint.iteration, *self._contents(checkpoint))
 
-    def _checkpoint(self, step: int, roles: Any, tensors: dict, state: dict) -> tuple[Callable[[Path], None], dict]:
+    def _contents(self, checkpoint: Checkpoint) -> tuple[Callable[[Path], None], dict]:
         """What writes its tensors, and the rest of it."""
+        step, roles = checkpoint.iteration, checkpoint.roles
         learners = _learners(roles)
         random = {
             name: {str(stream): state for stream, state in zip(role.processes.streams, role.call("random_state"))}
@@ -210,11 +245,11 @@ class RunFiles:
         def write(folder: Path) -> None:
             for name, role in learners.items():
                 raise_told(role.call("write_state", folder=folder / name, step=step))
-            for name, held in tensors.items():
+            for name, held in checkpoint.tensors.items():
                 if held:
                     write_parts(folder / name, held, Mesh(), step)
 
-        return write, {**state, "manifest": self.manifest, "random": random}
+        return write, {**checkpoint.state, "manifest": self.manifest, "random": random}
 
     def load(self, roles: Any) -> tuple[dict[str, dict[str, Tensor]], dict] | None:
         """Give the roles the newest checkpoint's state; the loop's own comes back."""

@@ -371,12 +371,12 @@ def train(run: RLRun, launcher: Launcher, stop: StopRequest) -> None:
     while True:
         try:
             with told(launcher):
-                run.train(stop, taken_over=again)
+                run.train(stop, rebuilt=again)
             return launcher.hang_up()
         except BeginAnew:
             again = True
         with interruptible(stop, launcher.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
-            run.speak_to(launcher.rebuild_groups())
+            run.use(launcher.rebuild_groups())
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ from trimtab.distributed.launcher import Group
 from trimtab.distributed.process_group import deal
 from trimtab.plan.workload import scoring_tokens
 from trimtab.train.micro_batch_limit import FLAGS, BeginAnew, NoRoom, PassLimit, Result, until_it_fits
-from trimtab.train.rl.experience import Experience, Trajectories, joined, runs
+from trimtab.train.rl.experience import Experience, Trajectories, joined, runs, totals
+from trimtab.train.task import Totals
 
 
 class AnswerBatch(TokenBatch):
@@ -201,9 +202,10 @@ Parts = Sequence[Sequence[Slice]]  # of every process, with as many passes for e
 
 
 class MicroBatcher:
-    def __init__(self, options: RLOptions, *, larger_scoring: bool = False):
-        """`larger_scoring`: passes of scoring may be larger than those of training where nobody said how large."""
-        self.options, self.larger_scoring = options, larger_scoring
+    def __init__(self, options: RLOptions, *, larger_scoring: bool = False, text: "TextMixture | None" = None):
+        """`larger_scoring`: micro-batches of scoring may be larger than those of training where no option says how
+        large; `text`: trained together with the samples."""
+        self.options, self.larger_scoring, self.text = options, larger_scoring, text
         self.limit = PassLimit()
         self._role: Group | None = None  # of the last call
         self._sent: list[tuple[int, int]] = []  # (tokens, samples) of its passes
@@ -263,6 +265,43 @@ class MicroBatcher:
         if several:
             raise BeginAnew
 
+    # ---- what an update trains on
+
+    def critic_update(self, critic: Group, experience: Experience, samples: list[int]) -> tuple[Parts, Totals]:
+        """Of one optimizer step of the critic: the micro-batches of every process, and what its means are over."""
+        columns = ["values_N", "returns_N", *(["counts_N"] if experience.branches_S is not None else [])]
+        return self.parts(critic, experience, samples, *columns), totals_of(experience, samples)
+
+    def policy_update(
+        self, actor: Group, experience: Experience, samples: list[int], step: int
+    ) -> tuple[Parts, Totals]:
+        """The same of the policy, with the text of this step."""
+        options = self.options
+        kl_loss = options.use_kl_loss and experience.reference_N is not None
+        learnt = samples
+        if not kl_loss and not experience.lacks_kl and options.entropy_loss_coef is None and options.aux_loss_coef <= 0:
+            # Samples without an advantage have no gradient and are left out. One stays even where no sample has an
+            # advantage: an optimizer step needs a backward pass in every process.
+            learnt = with_advantage(experience, samples) or samples[:1]
+        wanted = {
+            "old_N": options.updates_per_iteration > 1,  # else the policy that is updated is the old one
+            "reference_N": kl_loss or experience.lacks_kl,
+            "remaining_N": experience.lacks_kl,
+            "fresh_N": experience.fresh_N is not None,
+            "counts_N": experience.branches_S is not None,
+        }
+        columns = ["advantages_N", "sampled_N", *(name for name, is_wanted in wanted.items() if is_wanted)]
+        parts, totals = self.parts(actor, experience, learnt, *columns), totals_of(experience, samples)
+        totals["seen_tokens"] = max(float(experience.lengths_S[learnt].sum()), 1.0)
+        totals["row_tokens"] = max(counted("tokens", *parts), 1.0)
+        if experience.fresh_N is not None:
+            totals["fresh_tokens"] = float(experience.fresh_N[experience.tokens_of(learnt)].sum())
+        if self.text is not None:
+            texts = self.text.parts(step, actor.size, self)
+            totals["text_tokens"] = counted("trained", texts)
+            parts = [[*answers, text] for answers, text in zip(parts, texts)]
+        return parts, totals
+
     # ---- how it is cut
 
     def parts(self, role: Group, experience: Experience, samples: Sequence[int], *columns: str) -> Parts:
@@ -297,6 +336,13 @@ class MicroBatcher:
         if not self.options.use_dynamic_batch or self.options.train_max_tokens_per_gpu is None:
             return None
         return self.limit.of_tokens(self.options.row_tokens(self.options.train_max_tokens_per_gpu))
+
+
+def with_advantage(experience: Experience, samples: list[int]) -> list[int]:
+    """The samples that have an advantage at some token; the others have no gradient from the policy loss."""
+    assert experience.advantages_N is not None
+    found = totals(experience.advantages_N != 0, experience.lengths_S).tolist()
+    return [i for i in samples if found[i]]
 
 
 def counted(what: str, *parts: Sequence[Slice]) -> float:

@@ -20,11 +20,14 @@ from trimtab.distributed.fsdp import GRADIENT_DTYPES
 from trimtab.distributed.launcher import Place, Unit
 from trimtab.distributed.process_group import Peers
 from trimtab.distributed.ray.placement import Layout
+from trimtab.distributed.weight_transfer import TransferSender
 from trimtab.errors import UserError
+from trimtab.interrupts import StopRequest
 from trimtab.models.load import Loaded, fake_policy, load_policy, load_reward_model
 from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic
 from trimtab.models.rotary import generated_context
+from trimtab.models.weight_export import WeightExport
 from trimtab.plan.layouts import layout_of
 from trimtab.rewards.build import Parts, non_model_rewards, reward_models
 from trimtab.rollout.engine import Engine
@@ -35,10 +38,10 @@ from trimtab.train.optimizer import Optimiser
 from trimtab.train.preference_tasks import Reference
 from trimtab.train.rl.async_worker import AsyncRolloutWorker
 from trimtab.train.rl.checks import critic_start, first_reward
-from trimtab.train.rl.rollout_worker import RewardModels, RolloutWorker
+from trimtab.train.rl.files import RunFiles
+from trimtab.train.rl.rollout_worker import RolloutWorker
 from trimtab.train.rl.state import Roles
-from trimtab.train.rl.trainer import CriticTrainer, PolicyTrainer, ReferenceRole
-from trimtab.train.rl.weight_sync import WeightSender, handover_of
+from trimtab.train.rl.trainer import CriticTrainer, PolicyTrainer, ReferenceRole, RewardModels
 
 
 def make_episode_engine(
@@ -180,16 +183,20 @@ def actor_of(
     optimiser = optimiser_of(options, loaded.model.model, options.actor_learning_rate, place)
     actor = kind(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)
     if options.engines_apart:
-        actor.sending = WeightSender(handover_of(options, loaded.model), place.device)
+        actor.export, actor.sender = weight_export(options, loaded.model), TransferSender(place.device.torch)
     actor.origin = loaded
     return actor
+
+
+def weight_export(options: RLOptions, policy: Policy) -> WeightExport:
+    return WeightExport(policy, bf16=options.bf16, adapters=options.vllm_sync_lora == "adapter")
 
 
 def rollouts_of(options: RLOptions, policy: Policy, rewards: Parts, tokenizer: Any, place: Place) -> RolloutWorker:
     engine: Engine
     if options.uses_vllm:
         settings = engine_settings(options, place)
-        engine = build_vllm_engine(options.pretrain, tokenizer, handover_of(options, policy), **settings)
+        engine = build_vllm_engine(options.pretrain, tokenizer, weight_export(options, policy), **settings)
     else:
         engine = build_engine(
             policy,
@@ -295,39 +302,45 @@ WRITTEN = 0.5  # of the tokens that an answer may have, before any is known
 class LayerCompilation:
     """`decided`: by role, whether its layers are compiled; None: not yet."""
 
-    def __init__(self, options: RLOptions, prompts: PromptStore, iterations: int):
+    def __init__(self, options: RLOptions, prompts: PromptStore, files: RunFiles):
         self.decided: dict[str, bool] | None = None
+        self.manifest = files.manifest
         self._seconds = 0.0
         answers = options.n_samples_per_prompt * options.generate_max_len * WRITTEN
-        self._tokens = iterations * options.rollout_batch_size * (float(prompts.lengths.mean()) + answers)
+        self._tokens = files.total * options.rollout_batch_size * (float(prompts.lengths.mean()) + answers)
         self._epochs = options.max_epochs
 
+    def decide(self, roles: Roles, stop: StopRequest) -> None:
+        """Before the first iteration, also of a resumed run."""
+        before = self.decided
+        self.manifest["compiled"] = self.settle(roles)
+        if stop.signal:  # which may have reached a compiler too, so that it failed: the next start decides
+            self.decided = before
+
     def settle(self, roles: Roles) -> dict[str, bool]:
-        """Before the first iteration, also of a resumed run, and for roles that were built anew."""
+        """Compile the layers of the roles, or of roles that were rebuilt."""
         decided: dict[str, bool] = {}
         for name in NAMES:
             if (role := getattr(roles, name)) is None:
                 continue
             before = None if self.decided is None else self.decided.get(name, False)
             found = role.call("compile_layers", learnt=self._tokens * self._epochs, scored=self._tokens, decided=before)
-            decided[name], seconds = found[0]["compiled"], found[0]["seconds"]
-            self._seconds += seconds
+            decided[name] = found[0]["compiled"]
+            self._seconds += found[0]["seconds"]
             for line in found[0]["lines"]:
                 print(line, flush=True)
         self.decided = decided
         return decided
 
-    def look(self, roles: Roles) -> bool:
-        """Before an iteration: whether compiled layers, of any role, had to be given up."""
+    def check(self, roles: Roles) -> None:
+        """Before an iteration: give up compiled layers, of all roles, where those of one had a problem."""
         compiled = [getattr(roles, name) for name, is_compiled in (self.decided or {}).items() if is_compiled]
         problems = [problem for role in compiled for problem in role.call("layers_problem") if problem]
-        if not problems:
-            return False
-        for role in compiled:
-            role.call("leave_layers_plain")
-        self.decided = dict.fromkeys(self.decided or {}, False)
-        print(given_up(problems[0]), flush=True)
-        return True
+        if problems:
+            for role in compiled:
+                role.call("leave_layers_plain")
+            self.decided = self.manifest["compiled"] = dict.fromkeys(self.decided or {}, False)
+            print(given_up(problems[0]), flush=True)
 
     def columns(self) -> dict[str, float]:
         """For the first row of metrics."""

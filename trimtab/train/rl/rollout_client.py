@@ -17,7 +17,8 @@ from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.micro_batch_limit import NoRoom
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.rollout_worker import Answers, Failed, Replied, reward_models_too_large, rollout_too_large
+from trimtab.train.rl.rollout_worker import Answers, Failed, Replied, rollout_too_large
+from trimtab.train.rl.trainer import reward_models_too_large
 
 Request = tuple[int, int]  # row of the prompt data, seed
 
@@ -28,10 +29,10 @@ class RolloutClient:
     def __init__(self, stores: dict[str, PromptStore], tokenizer: Any, rollouts: Group, reward_models: Group | None):
         """`stores`: the prompts by name."""
         self.stores, self.tokenizer = stores, tokenizer
-        self.mend: Callable[[EngineLost], None] = _raised
-        self.speak_to(rollouts, reward_models)
+        self.replace_engine: Callable[[EngineLost], None] = _raised
+        self.use(rollouts, reward_models)
 
-    def speak_to(self, rollouts: Group, reward_models: Group | None) -> None:
+    def use(self, rollouts: Group, reward_models: Group | None) -> None:
         self.rollouts, self.reward_models = rollouts, reward_models
         near = rollouts.call("describe")[0]
         found = [near] if reward_models is None else [reward_models.call("describe")[0], near]
@@ -123,7 +124,7 @@ class RolloutClient:
             try:
                 return self.rollouts.call("sample", asked, sampling=sampling)
             except EngineLost as lost:
-                self.mend(lost)  # then all are asked again: the same seeds give the same answers
+                self.replace_engine(lost)  # then all are asked again: the same seeds give the same answers
 
     def _scored(self, prompts: PromptStore, experience: Experience) -> list[RewardResult]:
         """What every reward model says of the answers, dealt out in runs of equal length."""

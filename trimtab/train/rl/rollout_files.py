@@ -10,7 +10,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -274,11 +274,12 @@ class TimeLine:
         finally:
             self._write(TRAINER, what, begin, time.monotonic(), iteration)
 
-    def tell(self, process: int, spans: Sequence[Told], iteration: int) -> None:
-        """What the process that has this engine told of itself just now, see `Spans.taken`."""
+    def add_engines(self, spans: dict[int, list[Told]], iteration: int) -> None:
+        """What the process of each engine has done, as it said just now (`Spans.taken`)."""
         now = time.monotonic()
-        for what, began, ended in spans:
-            self._write(f"{LANES[what]} {process}", what, now - began, now - ended, iteration)
+        for process, told in spans.items():
+            for what, began, ended in told:
+                self._write(f"{LANES[what]} {process}", what, now - began, now - ended, iteration)
 
     def close(self) -> None:
         if self._file is not None:

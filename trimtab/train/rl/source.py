@@ -32,7 +32,7 @@ from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.experience import Experience, is_earlier
-from trimtab.train.rl.rollout_client import Asked, Failures, RolloutClient
+from trimtab.train.rl.rollout_client import Asked, EnvironmentFailed, Failures, RolloutClient
 from trimtab.train.rl.rollout_files import Told
 
 # What a run whose answers outlive updates decides for all their tokens.
@@ -230,7 +230,7 @@ class RolloutSource(ABC):
         """What each process that writes has done since it was asked last, for the time-line."""
         return {}
 
-    def built_anew(self) -> None:  # noqa: B027 (most have nobody to tell)
+    def rebuilt(self) -> None:  # noqa: B027 (most have nobody to tell)
         """Those who write know nothing any more."""
 
     def engine_replaced(self) -> None:  # noqa: B027
@@ -379,8 +379,8 @@ class Recorded(RolloutSource):
     def spans(self) -> dict[int, list[Told]]:
         return self.supply.spans()
 
-    def built_anew(self) -> None:
-        self.supply.built_anew()
+    def rebuilt(self) -> None:
+        self.supply.rebuilt()
 
     def engine_replaced(self) -> None:
         self.supply.engine_replaced()
@@ -390,3 +390,15 @@ class Recorded(RolloutSource):
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         self.supply.restore(tensors, state)
+
+
+def prepare(experience: Experience, figures: dict[str, float], version: int) -> None:
+    """Refuse samples in which the policy generated nothing. Where some may be stale, mark the tokens that the weights
+    of this version generated."""
+    if not bool(experience.drawn_E.any()):
+        raise EnvironmentFailed(
+            f"iteration {version + 1}: the model drew no token in any of {len(experience)} samples; look at what ends "
+            "them before its first turn (is --episode_max_len long enough for the opening?)"
+        )
+    if "age" in figures and experience.versions_N is not None:
+        experience.fresh_N = (experience.versions_N == version).float()

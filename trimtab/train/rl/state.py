@@ -1,4 +1,7 @@
-"""Whom the loop speaks to."""
+"""The state of the RL loop: its roles, its counters, and the iteration that it is in the middle of.
+
+Counters and iteration are in every checkpoint.
+"""
 
 import math
 import time
@@ -10,6 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.algos.advantages import NO_MOMENTS
+from trimtab.algos.policy_losses import adapted_kl_coefficient
+from trimtab.config.jobs import RLOptions
 from trimtab.distributed.launcher import Group
 from trimtab.errors import RunFailed
 from trimtab.train.rl.checks import alarms
@@ -19,6 +24,8 @@ from trimtab.train.rl.rollout_files import distributions, episode_figures
 
 @dataclass
 class Roles:
+    """What the loop calls."""
+
     actor: Group
     rollouts: Group
     reference: Group | None = None
@@ -26,8 +33,21 @@ class Roles:
     critic: Group | None = None
     reward: Group | None = None  # the reward models
 
+    @property
+    def trainers(self) -> list[Group]:
+        return [role for role in (self.actor, self.critic) if role is not None]
 
-# ---- counters, and the iteration in hand
+    @contextmanager
+    def trainers_asleep(self, options: RLOptions) -> Iterator[None]:
+        """--deepspeed_enable_sleep: inside, trainers give their device's memory to the engines."""
+        trainers = self.trainers if options.deepspeed_enable_sleep else []
+        for role in trainers:
+            role.call("sleep")
+        try:
+            yield
+        finally:
+            for role in trainers:
+                role.call("wake")
 
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
@@ -60,10 +80,20 @@ class Counters:
                 f"{self.iteration + 1}); lower --actor_learning_rate, or resume from the last checkpoint"
             )
 
+    def adapt_kl(self, row: dict[str, Any], options: RLOptions, *, lacks_kl: bool) -> None:
+        """The KL coefficient of the next iteration by the KL of this one; its own into the row. `lacks_kl`: the returns
+        are without the KL, which came in the update."""
+        if lacks_kl and not options.use_kl_loss:
+            row["return"] -= self.kl_coefficient * row["kl_answer"]
+        row["kl_coefficient"] = self.kl_coefficient
+        if options.kl_target is not None:
+            figures = (row["kl"], options.kl_target, options.kl_horizon, row["samples"])
+            self.kl_coefficient = adapted_kl_coefficient(self.kl_coefficient, *figures)
+
 
 @dataclass
 class Iteration:
-    """The work in hand: a rollout, what is known of it, and how many of its updates are done."""
+    """The iteration in hand: a rollout, what is known of it, and which of its updates are done."""
 
     experience: Experience
     prompts: int  # how many were taken from the data

@@ -39,7 +39,7 @@ from trimtab.algos.group_rewards import (
 )
 from trimtab.algos.policy_losses import explained_variance, kl_estimate
 from trimtab.config.jobs import RLOptions
-from trimtab.train.rl.experience import Experience, TimeOrder, Turns, totals
+from trimtab.train.rl.experience import Experience, TimeOrder, Turns
 
 
 def penalties(experience: Experience, options: RLOptions) -> Tensor:
@@ -219,11 +219,4 @@ def trained(experience: Experience, samples: list[int], options: RLOptions) -> l
     if learnt_S is not None:
         trained_S &= learnt_S
     found = trained_S.tolist()
-    return [i for i in samples if found[i]]
-
-
-def with_advantage(experience: Experience, samples: list[int]) -> list[int]:
-    """The samples that have an advantage at some token; the others have no gradient from the policy loss."""
-    assert experience.advantages_N is not None
-    found = totals(experience.advantages_N != 0, experience.lengths_S).tolist()
     return [i for i in samples if found[i]]

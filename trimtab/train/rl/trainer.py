@@ -6,6 +6,7 @@ Every process of a group runs the same method with its own slices; figures and g
 import contextlib
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import sync_gradients
 from trimtab.distributed.launcher import Role
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.weight_transfer import TransferPlan
+from trimtab.distributed.weight_transfer import TransferPlan, TransferSender
+from trimtab.errors import OutOfMemory
 from trimtab.files import reason
 from trimtab.models.compile import AtWork, compile_problem, disable_compile
 from trimtab.models.load import Loaded
@@ -27,22 +29,58 @@ from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic
 from trimtab.models.save import save_model
+from trimtab.models.weight_export import WeightExport
+from trimtab.rewards.models import ModelReward, ProcessReward
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, rewards_info
 from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.checkpoint_files import HeldParts, TensorParts, all_finite, write_parts
 from trimtab.train.layer_compilation import agreed, settle_layers, told
-from trimtab.train.micro_batch_limit import memory_guard, taking_back
+from trimtab.train.micro_batch_limit import NoRoom, memory_guard, taking_back
 from trimtab.train.optimizer import Optimiser, WeightAverage
 from trimtab.train.preference_tasks import Reference
 from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_share, text_share, value_share
-from trimtab.train.rl.weight_sync import WeightSender
 from trimtab.train.run_directory import names_fingerprint
 from trimtab.train.task import Share, Totals
 
+RoleModel = tuple[PackedModel, Device, Sequence[AtWork]]
+"""A model, where it is, and how it is run without gradients."""
 
-class Trainer(Role):
+
+class ModelRole(Role):
+    """A role with models, whose layers may be compiled."""
+
     called: str  # its model
+    options: RLOptions
+    mesh: Mesh
 
+    def models(self) -> list[RoleModel]:
+        """Those whose layers this role may compile."""
+        raise NotImplementedError
+
+    def learning(self, tokens: float) -> dict[str, Any]:
+        """What its backward passes are, if it learns this many tokens."""
+        return {}
+
+    def compile_layers(self, *, learnt: float, scored: float, decided: bool | None) -> dict[str, Any]:
+        """`learnt`, `scored`: tokens over the whole run; `decided`: by the run that this one goes on from."""
+        fixed = {"scored": scored, "decided": decided, **self.learning(learnt)}
+        settled = [
+            settle_layers(self.options, model, device, self.mesh, scores=scores, **fixed)
+            for model, device, scores in self.models()
+        ]
+        return told(settled, self.called)
+
+    def layers_problem(self) -> str:
+        problems = [problem for model, *_ in self.models() if (problem := compile_problem(model))]
+        return agreed(self.mesh, problems[0] if problems else "")
+
+    def leave_layers_plain(self) -> None:
+        for model, *_ in self.models():
+            disable_compile(model)
+
+
+class Trainer(ModelRole):
     def __init__(
         self, options: RLOptions, model: PackedModel, optimiser: Optimiser, tokenizer: Any, device: Device, mesh: Mesh
     ):
@@ -53,30 +91,15 @@ class Trainer(Role):
         """How many optimiser steps the run will have."""
         self.optimiser.schedule(self.options, steps)
 
-    def compile_layers(self, *, learnt: float, scored: float, decided: bool | None) -> dict[str, Any]:
-        """`learnt`, `scored`: tokens over the whole run; `decided`: by the run that this one goes on from."""
-        settled = settle_layers(
-            self.options,
-            self.model,
-            self.device,
-            self.mesh,
-            learnt=learnt,
-            scored=scored,
-            decided=decided,
-            scores=self.scores(),
-            gradients=self.optimiser.take_gradients,
-        )
-        return told([settled], self.called)
-
-    def layers_problem(self) -> str:
-        return agreed(self.mesh, compile_problem(self.model))
-
-    def leave_layers_plain(self) -> None:
-        disable_compile(self.model)
+    def models(self) -> list[RoleModel]:
+        return [(self.model, self.device, self.scores())]
 
     def scores(self) -> list[AtWork]:
-        """How its model is asked without gradients."""
+        """How its model is run without gradients."""
         return [contextlib.nullcontext]
+
+    def learning(self, tokens: float) -> dict[str, Any]:
+        return {"learnt": tokens, "gradients": self.optimiser.take_gradients}
 
     def sleep(self) -> None:
         """What only learning needs leaves the device until `wake`. The model stays: an engine that has taken another's
@@ -159,7 +182,8 @@ class PolicyTrainer(Trainer):
     called = "policy"
     model: Policy
     origin: Loaded | None = None  # what was read, before anything was learnt
-    sending: WeightSender | None = None  # to engines that are apart
+    export: WeightExport | None = None  # to engines in their own processes
+    sender: TransferSender | None = None
 
     def __init__(self, options: RLOptions, *parts: Any):
         super().__init__(options, *parts)
@@ -219,24 +243,26 @@ class PolicyTrainer(Trainer):
     def hide_average(self) -> None:
         self._shown.close()
 
-    # ---- engines that are apart
+    # ---- engines in their own processes: all processes of a split policy gather, those that have a link send
 
     def offer_link(self) -> dict[str, Any]:
-        assert self.sending is not None
-        return self.sending.offer()
+        """Where to connect to, and what will be sent."""
+        assert self.sender is not None and self.export is not None
+        about = {"adapter_config": self.export.adapter_config()} if self.export.adapters else {}
+        return {**self.sender.offer(), "tensors": self.export.described(), "about": about}
 
     def join_links(self, *, plan: TransferPlan) -> None:
-        assert self.sending is not None
-        self.sending.open(plan)
+        assert self.sender is not None
+        self.sender.open(plan)
 
     def send_weights(self) -> None:
         """At the same time as the engines receive them."""
-        assert self.sending is not None
-        self.sending.send()
+        assert self.sender is not None and self.export is not None
+        self.sender.send(self.export.tensors())
 
     def close(self) -> None:
-        if self.sending is not None:
-            self.sending.close()
+        if self.sender is not None:
+            self.sender.close()
 
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         device, temperature = self.device.torch, self.options.temperature
@@ -259,30 +285,57 @@ class CriticTrainer(Trainer):
             return fetched([self.model(batch.to(self.device.torch), after=after) for batch in batches_of(slices)])
 
 
-class ReferenceRole(Role):
+class ReferenceRole(ModelRole):
     def __init__(self, reference: Reference, options: RLOptions, mesh: Mesh, called: str):
         self.reference, self.options, self.mesh, self.called = reference, options, mesh, called
 
-    def compile_layers(self, *, learnt: float, scored: float, decided: bool | None) -> dict[str, Any]:
-        reference = self.reference
-        if reference.adapters_off:  # the policy's own, which its role has settled
-            return told([], self.called)
-        scores = [reference.at_work]
-        settled = settle_layers(
-            self.options, reference.model, reference.device, self.mesh, scored=scored, decided=decided, scores=scores
-        )
-        return told([settled], self.called)
-
-    def layers_problem(self) -> str:
-        return agreed(self.mesh, compile_problem(self.reference.model))
-
-    def leave_layers_plain(self) -> None:
-        disable_compile(self.reference.model)
+    def models(self) -> list[RoleModel]:
+        found = self.reference
+        # The layers of the policy without its adapters are compiled by the policy's role.
+        return [] if found.adapters_off else [(found.model, found.device, [found.at_work])]
 
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard():
             moved = (batch.to(self.reference.device.torch) for batch in batches_of(slices))
             return fetched(self.reference.log_probs(moved, self.options.temperature))
+
+
+class RewardModels(ModelRole):
+    called = "reward model"
+
+    def __init__(self, models: Sequence[tuple[ModelReward | ProcessReward, float]], options: RLOptions, mesh: Mesh):
+        self.rewards, self.options, self.mesh = models, options, mesh
+
+    def models(self) -> list[RoleModel]:
+        return [(found.model, found.device, [partial(found.keeping.at_work, found.model)]) for found, _ in self.rewards]
+
+    def describe(self) -> dict[str, Any]:
+        columns = {name for model, _ in self.rewards for name in model.columns}
+        texts = any(model.reads_texts for model, _ in self.rewards)
+        return rewards_info(self.rewards) | {"columns": sorted(columns), "texts": texts}
+
+    def score(self, request: RewardRequest) -> list[RewardResult] | RewardFailed | NoRoom:
+        """One result a model. What fails is handed back, as by Rollouts, and after all models have been asked: split
+        ones work in all processes or in none."""
+        results: list[RewardResult] = []
+        failures: list[RewardFailed] = []
+        try:
+            with memory_guard():
+                for model, _ in self.rewards:
+                    try:
+                        results.append(model(request))
+                    except RewardFailed as failure:
+                        failures.append(failure)
+        except OutOfMemory as shortage:
+            return reward_models_too_large(shortage)
+        return failures[0] if failures else results
+
+
+def reward_models_too_large(shortage: OutOfMemory) -> NoRoom:
+    return NoRoom(
+        f"the reward models do not fit into memory ({shortage}); lower --micro_reward_batch_size, --generate_max_len "
+        "or --prompt_max_len, or give --ref_reward_offload"
+    )
 
 
 def fetched(found: Sequence[Tensor]) -> list[Tensor]:

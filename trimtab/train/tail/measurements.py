@@ -85,8 +85,8 @@ class Measures:
         run.files.write_history()
         if self.held_out is None:
             return True
-        own = self.answers(run, run.asking, 0)
-        proposed = None if run.roles.proposal is None else self.answers(run, run.asking_proposal, 1)
+        own = self.answers(run, run.client, 0)
+        proposed = None if run.roles.proposal is None else self.answers(run, run.proposal_client, 1)
         if own is None or (run.roles.proposal is not None and proposed is None):
             return False
         found = self.examined(run, own)
@@ -116,8 +116,8 @@ class Measures:
         return asking(requests, HELD_OUT, run.sampling)
 
     def examined(self, run: Any, own: Experience) -> tail_files.HeldOut:
-        run.passes.fill(own, "old_N", run.roles.actor, "log_probs")
-        run.passes.fill(own, "reference_N", run.roles.initial, "log_probs")
+        run.batcher.fill(own, "old_N", run.roles.actor, "log_probs")
+        run.batcher.fill(own, "reference_N", run.roles.initial, "log_probs")
         owners_N, answers = own.owners_N, len(own)
         kl_N = kl_estimate(own.old_N, own.reference_N, "k1")
         returns_S = answer_returns(own.rewards_S, kl_N, self.options.init_kl_coef, owners_N)
@@ -127,8 +127,8 @@ class Measures:
 
     def rare_events(self, run: Any, own: Experience, proposed: Experience) -> dict[str, Any]:
         """P(bad) at each threshold, from the proposal's answers and from the policy's own."""
-        run.passes.fill(proposed, "old_N", run.roles.proposal, "log_probs")
-        run.passes.fill(proposed, "policy_N", run.roles.actor, "log_probs")
+        run.batcher.fill(proposed, "old_N", run.roles.proposal, "log_probs")
+        run.batcher.fill(proposed, "policy_N", run.roles.actor, "log_probs")
         weights = log_ratios(proposed.policy_N, proposed.old_N, proposed.owners_N, len(proposed)).numpy()
         found = {}
         for threshold in self.thresholds:

@@ -32,10 +32,10 @@ from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.launch import Controller, dry_run_rl, train_rl
 from trimtab.train.rl.loop import RLRun
+from trimtab.train.rl.micro_batches import with_advantage
 from trimtab.train.rl.rollout_client import RolloutClient
 from trimtab.train.rl.source import RolloutSource
 from trimtab.train.rl.state import Iteration, Roles, timed
-from trimtab.train.rl.token_advantages import with_advantage
 from trimtab.train.tail.measurements import HELD_OUT, Measures, TailFiles, bad_tokens
 from trimtab.train.tail.proposal import tail_units_of
 from trimtab.train.tail.tail_advantages import at_progress, badness, pushing, shape_own, shape_proposed
@@ -121,16 +121,16 @@ class TailRun(RLRun):
     def __init__(self, *parts: Any, sampling: SamplingParams, measures: Measures):
         super().__init__(*parts)
         self.sampling, self.measures = sampling, measures
-        self.asking_proposal = self._asking_proposal()
+        self.proposal_client = self._asking_proposal()
 
     def _asking_proposal(self) -> RolloutClient | None:
         if self.roles.proposal_rollouts is None:
             return None
-        return RolloutClient(self.asking.stores, self.asking.tokenizer, self.roles.proposal_rollouts, self.roles.reward)
+        return RolloutClient(self.client.stores, self.client.tokenizer, self.roles.proposal_rollouts, self.roles.reward)
 
-    def speak_to(self, groups: dict[str, Group]) -> None:
-        super().speak_to(groups)
-        self.asking_proposal = self._asking_proposal()
+    def use(self, groups: dict[str, Group]) -> None:
+        super().use(groups)
+        self.proposal_client = self._asking_proposal()
 
     def schedule(self) -> None:
         super().schedule()
@@ -193,13 +193,13 @@ class TailRun(RLRun):
         everything, totals = range(len(proposed)), {"answers": float(len(proposed))}
 
         def attempt() -> dict[str, float]:
-            parts = self.passes.parts(role, proposed, everything, "advantages_N", "policy_N")
-            return self.passes.send(role, "update", parts, totals=totals, step=counters.proposal_steps)[0]
+            parts = self.batcher.parts(role, proposed, everything, "advantages_N", "policy_N")
+            return self.batcher.send(role, "update", parts, totals=totals, step=counters.proposal_steps)[0]
 
         with timed(work.seconds, "update"):
-            report = self.passes.until_they_fit(attempt)
+            report = self.batcher.until_they_fit(attempt)
         counters.proposal_steps += 1
-        self.publish()
+        self.sync_weights()
         counters.count(bool(report.pop("applied")))
         proposed.advantages_N = pushed_N
         work.proposed = proposed
@@ -210,24 +210,24 @@ class TailRun(RLRun):
         rows = work.experience.rows_S[work.experience.firsts_G].tolist()
         stream = request_seed(request_seed(self.options.seed, PROPOSAL), self.counters.proposal_steps)
         requests = [(row, request_seed(stream, place)) for place, row in enumerate(rows)]
-        assert self.asking_proposal is not None
-        return self.asking_proposal(requests, "train", self.sampling)
+        assert self.proposal_client is not None
+        return self.proposal_client(requests, "train", self.sampling)
 
     def score_proposed(self, proposed: Experience) -> None:
         """What the policy and the proposal say of these answers, both before their updates."""
         proposal = self.roles.proposal
         assert proposal is not None
-        assert self.asking_proposal is not None
-        if self.asking_proposal.exact:  # as in RLRun.score
+        assert self.proposal_client is not None
+        if self.proposal_client.exact:  # as in RLRun.score
             proposed.old_N = proposed.sampled_N
         else:
-            self.passes.fill(proposed, "old_N", proposal, "log_probs")
-        self.passes.fill(proposed, "policy_N", self.roles.actor, "log_probs")
+            self.batcher.fill(proposed, "old_N", proposal, "log_probs")
+        self.batcher.fill(proposed, "policy_N", self.roles.actor, "log_probs")
         if self.options.proposal == "model":
             assert proposed.old_N is not None and proposed.policy_N is not None
             proposed.twist_N = proposed.old_N - proposed.policy_N
         else:
-            self.passes.fill(proposed, "twist_N", proposal, "log_twists")
+            self.batcher.fill(proposed, "twist_N", proposal, "log_twists")
 
     # ---- the update of the policy, on both
 
@@ -238,17 +238,17 @@ class TailRun(RLRun):
         role, proposed = self.roles.actor, self.iteration.proposed
         # As in RLRun.update_actor: samples without an advantage have no gradient, but one must stay.
         learnt = with_advantage(experience, samples) or samples[:1]
-        parts = self.passes.parts(role, experience, learnt, "advantages_N", "sampled_N")
+        parts = self.batcher.parts(role, experience, learnt, "advantages_N", "sampled_N")
         if proposed is not None:
-            more = self.passes.parts(
+            more = self.batcher.parts(
                 role, proposed, with_advantage(proposed, list(range(len(proposed)))), "advantages_N"
             )
             parts = [[*own, *others] for own, others in zip(parts, more)]
         totals = {"answers": float(len(samples)), "seen_tokens": float(experience.lengths_S[learnt].sum())}
-        return self.passes.send(role, "update", parts, totals=totals, step=self.counters.actor_steps)[0]
+        return self.batcher.send(role, "update", parts, totals=totals, step=self.counters.actor_steps)[0]
 
-    def publish(self) -> None:
-        super().publish()
+    def sync_weights(self) -> None:
+        super().sync_weights()
         if self.roles.proposal_rollouts is not None:
             self.roles.proposal_rollouts.call("weights_changed", version=self.counters.proposal_steps)
 
