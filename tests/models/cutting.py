@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.models.splitting import gradients, load_split, options_of, some_batch, values
-from trimtab.distributed import collectives as branches
+from trimtab.distributed import collectives
 from trimtab.distributed.device import find_device
 from trimtab.distributed.fsdp import keep_part, whole
 from trimtab.distributed.process_group import find_world, leave_world
@@ -81,11 +81,11 @@ def plant_faults(qwen3, one_key, mixtral, llama, llama_of_three_keys):
     local = lambda parameter: parameter.to_local()  # noqa: E731
     whole_dropout = lambda self, x: nn.functional.dropout(x, self.p, self.training)  # noqa: E731
     faults = [
-        (tensor_parallel, "branch", alike, qwen3, ""),
-        (tensor_parallel, "_part_to_be_added", local, qwen3, ""),
-        (tensor_parallel, "_part_to_be_added", local, one_key, ""),
+        (tensor_parallel, "group_copy", alike, qwen3, ""),
+        (tensor_parallel, "_with_partial_gradient", local, qwen3, ""),
+        (tensor_parallel, "_with_partial_gradient", local, one_key, ""),
         (tensor_parallel.ParallelExperts, "enter", lambda self, *arguments: arguments, mixtral, ""),
-        (branches, "add_up", lambda tensor, group: None, llama, ""),
+        (collectives, "all_reduce", lambda tensor, group: None, llama, ""),
         (tensor_parallel.LoraDown, "leave", lambda self, result: result, llama, "--lora_rank 4"),
         (tensor_parallel.ShardedDropout, "forward", whole_dropout, llama, "--lora_rank 4 --lora_dropout 0.2"),
         (tensor_parallel, "key_value_heads_used", lambda *_: [0], llama_of_three_keys, ""),

@@ -10,8 +10,9 @@ from trimtab.data.batches import Span
 from trimtab.distributed.process_group import Peers
 from trimtab.models import attention
 from trimtab.models.activation_memory import ActivationOffload, enable_gradient_checkpointing
+from trimtab.models.attention import LayerAttention
 from trimtab.models.packed import cast_parameters
-from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, LayerAttention
+from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 
@@ -27,9 +28,9 @@ def test_varlen_attention_equals_dense_blocks(window, kv_heads):
     make = lambda heads: torch.randn(1, sum(lengths), heads, 32, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     inputs = [make(h).transpose(1, 2).requires_grad_() for h in (4, kv_heads, kv_heads)]
     row = attention.PackedRow.of(spans_of(lengths), torch.device("cuda"))
-    ours = attention.attend_packed(row, *inputs, {"scaling": 0.2, "sliding_window": window})
+    ours = row.attend(*inputs, {"scaling": 0.2, "sliding_window": window})
     tokens = [x.float().transpose(1, 2)[0] for x in inputs]
-    expected = attention._dense_blocks(*tokens, row, 0.2, window, None, 0.0)[None]
+    expected = row.attend_dense(*tokens, LayerAttention(0.2, window, None))[None]
     torch.testing.assert_close(ours.float(), expected, atol=2e-2, rtol=2e-2)
     upstream = torch.randn_like(expected)
     for mine, theirs in zip(
@@ -48,7 +49,7 @@ def test_shares_of_a_row_attend_as_the_whole(window, processes):
     inputs = [x.requires_grad_() for x in (query, key, value)]
     whole = attention.PackedRow.of(spans, torch.device("cuda"))
     arguments = {"scaling": 0.2, "sliding_window": window}
-    expected = attention.attend_packed(whole, *(x.transpose(0, 1)[None] for x in inputs), arguments)[0]
+    expected = whole.attend(*(x.transpose(0, 1)[None] for x in inputs), arguments)[0]
     ours = torch.zeros_like(expected)
     for process in range(processes):
         row = ContextRow(spans, ContextParallel(Peers(process, processes), 1), torch.device("cuda"))

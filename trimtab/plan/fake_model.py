@@ -30,11 +30,11 @@ from trimtab.models.attention import register
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel, cast_parameters, scoring
 from trimtab.models.parallel.tensor_parallel import (
-    EXPERTS,
     FAMILIES,
-    KEY_VALUE,
-    PER_HEAD,
-    ROWWISE,
+    KeyValueLinear,
+    ParallelExperts,
+    PerHead,
+    RowwiseLinear,
     check_tensor_parallel,
     key_value_heads_used,
     style_of,
@@ -272,22 +272,22 @@ def narrow(model: PackedModel, parts: int) -> None:
     ways, made = FAMILIES[config.model_type], _Narrower(parts)
     for name, module in list(model.named_modules()):
         way = style_of(name, ways)
-        if way is None or way == PER_HEAD:
+        if way is None or way is PerHead:
             continue
         base = getattr(module, "base_layer", module)
-        if way == EXPERTS:
+        if way is ParallelExperts:
             made.cut(base, "gate_up_proj", 1)
             made.cut(base, "down_proj", 2)
             continue
         # Heads of keys that cannot be shared out are whole in every process, which uses some of them.
         heads, keys = config.num_attention_heads, config.num_key_value_heads
-        used = len(key_value_heads_used(heads, keys, parts, 0)) / keys if way == KEY_VALUE else None
-        made.linear(base, 1 if way == ROWWISE else 0, used)
+        used = len(key_value_heads_used(heads, keys, parts, 0)) / keys if way is KeyValueLinear else None
+        made.linear(base, 1 if way is RowwiseLinear else 0, used)
         for first in getattr(module, "lora_A", {}).values():
-            if way == ROWWISE:
+            if way is RowwiseLinear:
                 made.linear(first, 1)
         for second in getattr(module, "lora_B", {}).values():
-            if way != ROWWISE:
+            if way is not RowwiseLinear:
                 made.linear(second, 0, used)
     embedding, head = model.inner.get_input_embeddings(), model.inner.get_output_embeddings()
     made.cut(embedding, "weight", 0)

@@ -1,15 +1,23 @@
-"""How the tokens of a packed row are shared out over the processes that work on it together.
+"""Context parallelism: the processes of a group work on one packed row together, each on its share of the tokens.
 
 The row is cut into twice as many chunks as there are processes, equally long but for a token, and every process gets
-two: the costliest with the cheapest, the next with the last but one, and so on. What a token costs is the number of
-tokens that it attends to. So all have about as many tokens and as much work, in a row that is one sequence and in one
-that is many. Every process works out all shares by itself, and all come to the same.
+two: the costliest with the cheapest, the next with the last but one, and so on. A token costs as much as the number of
+tokens that it attends to. So all have about as many tokens and as much work, in a row of one sequence and of many.
+Every process works out the whole sharding by itself.
+
+In attention a process has the queries of its own tokens and gathers the keys and values of all: a piece of a sequence
+sees the sequence up to itself. The backward pass gives the gradients of keys and values back to their owners, summed.
+So shared prompts, windows, grouped heads and soft caps are what they are in a whole row. `stride` heads of keys are
+gathered at a time, the next ones while these are worked with, and nothing gathered is kept: the backward pass gathers
+and attends once more. What is kept falls with the number of processes, with gradient checkpointing and without.
+
+Behind the last layer every process has the hidden states of its own tokens, and computes what it can from them:
+log-probs, scores, values. These are a few numbers for each token and are gathered, so that callers see the whole batch.
 """
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,19 +28,41 @@ from torch.nn.functional import pad
 from trimtab.data.batches import Span
 from trimtab.distributed.collectives import gather_shards, reduce_scatter_shards, start_gather_shards
 from trimtab.distributed.process_group import Peers
-from trimtab.models.attention import Pad, attend_seen, attend_varlen, cumulative, varlen_applies
+from trimtab.models.attention import (
+    FILL,
+    LayerAttention,
+    PackedRow,
+    PaddedBlock,
+    attend_seen,
+    attend_varlen,
+    cumulative,
+    varlen_applies,
+)
 
+STRIP = 256  # queries that a dense kernel takes at a time: the mask of a strip is as long as its keys
 Chunk = tuple[int, int]  # its first row, and one past its last
+Routers = tuple[Tensor, ...] | None
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """The processes that work on a row together, and how many heads of keys they gather at a time."""
+
+    peers: Peers
+    stride: int
+
+
+# ---- sharding of a row
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of one sequence, one after another, that a process works on. They see the sequence up to themselves."""
+    """Consecutive tokens of one sequence that a process works on. They see the sequence up to themselves."""
 
     first: int  # where they lie among the tokens of the process
     length: int
     span: Span
-    end: int  # one past the last of them, counted in the whole sequence with what it borrows
+    end: int  # one past the last of them, counted in the whole sequence with its borrowed prompt
 
     def keys(self, window: int | None) -> int:
         """How many tokens they attend to, themselves included."""
@@ -44,13 +74,9 @@ class Piece:
 
     def strips(self, longest: int) -> list["Piece"]:
         """The same in pieces of at most so many tokens."""
-        begins = range(0, self.length, longest)
-        lengths = [min(longest, self.length - begin) for begin in begins]
         start = self.end - self.length
-        return [
-            Piece(self.first + begin, length, self.span, start + begin + length)
-            for begin, length in zip(begins, lengths)
-        ]
+        lengths = {begin: min(longest, self.length - begin) for begin in range(0, self.length, longest)}
+        return [Piece(self.first + b, length, self.span, start + b + length) for b, length in lengths.items()]
 
     def _begin(self, window: int | None) -> int:
         return 0 if window is None else max(0, self.end - self.length - window + 1)
@@ -58,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class RowSharding:
-    """Of every process the chunks it works on, in the order of the row."""
+    """The chunks that every process works on, in the order of the row."""
 
     chunks: list[list[Chunk]]
 
@@ -88,7 +114,7 @@ class RowSharding:
         return max(self.counts)
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of every token of the row: whose it is, and where it lies among theirs."""
+        """Of every token of the row: which process has it, and where it lies among that process's tokens."""
         owner_T, place_T = (np.empty(sum(self.counts), dtype=np.int64) for _ in range(2))
         for process, count in enumerate(self.counts):
             owner_T[self.rows(process)] = process
@@ -96,7 +122,7 @@ class RowSharding:
         return owner_T, place_T
 
     def pieces(self, spans: Sequence[Span], process: int) -> list[Piece]:
-        """What sequences there are in the chunks of a process, in the order of its tokens."""
+        """The sequences in the chunks of a process, in the order of its tokens."""
         pieces, first = [], 0
         for begin, end in self.chunks[process]:
             for span in spans:
@@ -108,80 +134,34 @@ class RowSharding:
         return pieces
 
 
-# ---- Attention over a packed row whose tokens are shared out over processes (models/parallel/context_parallel.py).
-# Every process has the queries of its own tokens, gathers the keys and values of all, and attends: a piece of a
-# sequence sees the sequence up to itself, whoever worked that out. The backward pass gives the gradients of keys
-# and values back to their owners, added up. So borrowed prompts, windows, grouped heads and soft caps are what
-# they are in a whole row. `stride` heads of keys are gathered at a time, the next ones while these are worked
-# with, and nothing that was gathered is kept: the backward pass gathers and attends once more. What is kept
-# falls with the number of processes, with gradient checkpointing and without.
+# ---- attention
 
 
-STRIP = 256  # queries that a dense kernel takes at a time: the mask of a strip is as long as its keys
-FILL = 0.8  # share of a block's queries and of its keys that each of its pieces has at least
-
-
-@dataclass(frozen=True)
-class ContextParallel:
-    """The processes that work on a row together, and how many heads of keys they gather at a time."""
-
-    peers: Peers
-    stride: int
-
-
-@dataclass
-class LayerAttention:
-    """How one layer attends."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-
-
-@dataclass
 class Strips:
     """Pieces of similar length as one right-padded block. The keys that a query sees end with itself, so what is padded
     after the last ones is seen by padded queries alone."""
 
-    pieces: list[Piece]
-    window: int | None
-    device: torch.device
+    def __init__(self, pieces: list[Piece], window: int | None, device: torch.device):
+        self.pieces, self.window, self.device = pieces, window, device
+        keys = [piece.key_rows(window) for piece in pieces]
+        flat = np.concatenate(keys)
+        self.queries = PaddedBlock.of([np.arange(p.first, p.first + p.length) for p in pieces], False, device)
+        self.keys = PaddedBlock.of(keys, len(np.unique(flat)) < len(flat), device)
+        self._first_key = int(flat[0])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> tuple[Tensor, Tensor]:
         """[queries, heads, D] of the pieces' tokens, and where these lie among those of the process."""
-        q = self._block(query, self._queries)
-        k, v = (self._block(x, self._keys) for x in (key, value))
+        piece = self.pieces[0]
+        if len(self.pieces) == 1 and not piece.span.prefix_length:
+            q = query[piece.first : piece.first + piece.length][None]
+            k, v = (x[self._first_key : self._first_key + len(self.keys.rows)][None] for x in (key, value))
+        else:
+            q = self.queries.gather(query)
+            k, v = (self.keys.gather(x) for x in (key, value))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = attend_seen(q, k, v, self._seen, layer.scale, layer.softcap)
-        out = out.transpose(1, 2).flatten(0, 1)
-        _, real, rows, _ = self._queries
-        return out.index_select(0, real), rows
+        out = attend_seen(q, k, v, self._seen(), layer.scale, layer.softcap).transpose(1, 2).flatten(0, 1)
+        return out.index_select(0, self.queries.real), self.queries.rows
 
-    def _block(self, x: Tensor, index: tuple[Tensor, Tensor, Tensor, bool]) -> Tensor:
-        slots, real, rows, repeats = index
-        if len(self.pieces) == 1 and not self.pieces[0].span.prefix_length:
-            return x[int(rows[0]) : int(rows[0]) + len(rows)][None]
-        return Pad.apply(x, slots, real, rows, repeats).view(len(self.pieces), -1, *x.shape[1:])
-
-    @cached_property
-    def _queries(self) -> tuple[Tensor, Tensor, Tensor, bool]:
-        return self._index([np.arange(piece.first, piece.first + piece.length) for piece in self.pieces])
-
-    @cached_property
-    def _keys(self) -> tuple[Tensor, Tensor, Tensor, bool]:
-        return self._index([piece.key_rows(self.window) for piece in self.pieces])
-
-    def _index(self, rows: list[np.ndarray]) -> tuple[Tensor, Tensor, Tensor, bool]:
-        """The row of every slot, the slots that are real, their rows, and whether a row stands in several of them."""
-        slots = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
-        real = np.zeros(slots.shape, dtype=bool)
-        for i, filled in enumerate(rows):
-            slots[i, : len(filled)], real[i, : len(filled)] = filled, True
-        flat = np.concatenate(rows)
-        index = (torch.from_numpy(x).to(self.device) for x in (slots.ravel(), np.flatnonzero(real), flat))
-        return (*index, len(np.unique(flat)) < len(flat))
-
-    @property
     def _seen(self) -> Tensor:
         """[1 or pieces, 1, queries, keys]"""
         counts = [piece.keys(self.window) for piece in self.pieces]
@@ -194,38 +174,26 @@ class Strips:
         return (distance >= 0) if self.window is None else (distance >= 0) & (distance < self.window)
 
 
-def strips_of(pieces: list[Piece], window: int | None, device: torch.device) -> list[Strips]:
+def _strips(pieces: list[Piece], window: int | None, device: torch.device) -> list[Strips]:
     """Strips of similar length together, so that little of a block is padding."""
     strips = [strip for piece in pieces for strip in piece.strips(STRIP)]
     blocks: list[list[Piece]] = []
     for strip in sorted(strips, key=lambda strip: (-strip.length, -strip.keys(window), strip.first)):
-        largest = blocks[-1][0] if blocks else None
-        if largest and strip.length >= FILL * largest.length and _alike(strip.keys(window), largest.keys(window)):
-            blocks[-1].append(strip)
-        else:
-            blocks.append([strip])
+        if blocks and strip.length >= FILL * blocks[-1][0].length:
+            few, many = sorted((strip.keys(window), blocks[-1][0].keys(window)))
+            if few >= FILL * many:
+                blocks[-1].append(strip)
+                continue
+        blocks.append([strip])
     return [Strips(block, window, device) for block in blocks]
 
 
-def _alike(first: int, second: int) -> bool:
-    return min(first, second) >= FILL * max(first, second)
-
-
-@dataclass
-class Varlen:
+def _varlen(pieces: list[Piece], window: int | None, device: torch.device) -> PackedRow:
     """The same pieces for the kernel that takes sequences of any length."""
-
-    query_starts: Tensor
-    key_starts: Tensor
-    key_rows: Tensor | None
-    longest: int
-
-    @classmethod
-    def of(cls, pieces: list[Piece], window: int | None, device: torch.device) -> "Varlen":
-        counts = [piece.keys(window) for piece in pieces]
-        query_starts, key_starts = cumulative([piece.length for piece in pieces]), cumulative(counts)
-        key_rows = torch.from_numpy(np.concatenate([piece.key_rows(window) for piece in pieces]))
-        return cls(query_starts.to(device), key_starts.to(device), key_rows.to(device), max(counts))
+    lengths, counts = [piece.length for piece in pieces], [piece.keys(window) for piece in pieces]
+    key_rows = torch.from_numpy(np.concatenate([piece.key_rows(window) for piece in pieces]))
+    starts = [cumulative(lengths), cumulative(counts), key_rows]
+    return PackedRow(*(tensor.to(device) for tensor in starts), tokens=sum(lengths), longest=max(counts))
 
 
 class ContextRow:
@@ -244,57 +212,50 @@ class ContextRow:
         self.owner_T = torch.from_numpy(owner_T).to(device)
         self.place_T = torch.from_numpy(place_T).to(device)
         self._order_T = self.owner_T * self.padded + self.place_T  # where a token lies among all that are gathered
-        self._prepared: dict[tuple[str, int | None], Any] = {}  # windows differ between layers
+        self._prepared: dict[tuple[Any, int | None], Any] = {}  # windows differ between layers
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
         """query [1, heads, tokens, D] in, [1, tokens, heads, D] out."""
-        assert query.shape[2] == self.padded and not arguments.get("dropout")
-        window = arguments.get("sliding_window")
-        if window is not None and window >= self.longest_sequence:
-            window = None
-        scale = arguments.get("scaling") or query.shape[-1] ** -0.5
-        layer = LayerAttention(scale, window, arguments.get("softcap"))
+        layer = LayerAttention.of(arguments, query, self.longest_sequence)
+        assert query.shape[2] == self.padded and not layer.dropout
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [tokens, heads, D]
         return _Attention.apply(q, k, v, self, layer)[None]
 
-    # ---- a few heads
-
     def attend_gathered(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
-        """Own queries to the keys of all, which are in the order of the row."""
+        """A few heads: own queries to the keys of all, which are in the order of the row."""
         if not self.pieces:
             return query.new_zeros(*query.shape[:2], value.shape[-1])
         if varlen_applies(query, value, layer.softcap, 0.0):
-            pieces = self._prepare(Varlen.of, layer.window)
-            own = query[: self.tokens]
-            out = attend_varlen(own, key, value, pieces, layer.scale, layer.window)
+            pieces = self._prepare(_varlen, layer.window)
+            out = attend_varlen(query[: self.tokens], key, value, pieces, layer.scale, layer.window)
         else:
-            blocks = self._prepare(strips_of, layer.window)
+            blocks = self._prepare(_strips, layer.window)
             results, rows = zip(*(block.attend(query, key, value, layer) for block in blocks))
             out = torch.cat(results).index_select(0, torch.cat(rows).argsort())
         return pad(out, (0, 0, 0, 0, 0, self.padded - self.tokens))
 
-    def _prepare(self, how: Any, window: int | None) -> Any:
-        made = (how.__qualname__, window)
-        if made not in self._prepared:
-            self._prepared[made] = how(self.pieces, window, self.device)
-        return self._prepared[made]
+    def _prepare(self, how: Callable, window: int | None) -> Any:
+        if (how, window) not in self._prepared:
+            self._prepared[how, window] = how(self.pieces, window, self.device)
+        return self._prepared[how, window]
 
     def gather(self, key: Tensor, value: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Keys and values of all tokens in the order of the row, some heads at a time. The next ones are on their way
         while these are worked with."""
+
+        def start(heads: slice) -> Callable[[], Tensor]:
+            return start_gather_shards(torch.cat([key[:, heads], value[:, heads]], -1), self.context.peers)
+
         stride = self.context.stride
         heads = [slice(i, i + stride) for i in range(0, key.shape[1], stride)]
-        coming = self._begin(key, value, heads[0])
+        coming = start(heads[0])
         for some, following in zip(heads, [*heads[1:], None]):
             both = coming().index_select(0, self._order_T)
             if following is not None:
-                coming = self._begin(key, value, following)
+                coming = start(following)
             keys, values = both.split([key.shape[-1], value.shape[-1]], -1)
             del both
             yield some, keys, values
-
-    def _begin(self, key: Tensor, value: Tensor, heads: slice) -> Callable[[], Tensor]:
-        return start_gather_shards(torch.cat([key[:, heads], value[:, heads]], -1), self.context.peers)
 
     def give_back(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Of own tokens the sums of what all processes have."""
@@ -339,12 +300,7 @@ def _readers(heads: slice, query: Tensor, key: Tensor) -> slice:
     return slice(heads.start * groups, heads.stop * groups)
 
 
-# ---- Hidden states of a row that several processes work on together, and what is read off them. Every process has
-# the hidden states of its own tokens only, and reads off what it can: log-probs, scores, values. These are a few
-# numbers a token and are gathered, so that whoever uses them sees the whole batch and need not know.
-
-
-Routers = tuple[Tensor, ...] | None
+# ---- hidden states
 
 
 @dataclass
@@ -370,14 +326,14 @@ class TokenLocations:
 
 @dataclass
 class RowStates:
-    """Hidden states [N, D] of the tokens that were asked for: all of them, or those that are here."""
+    """Hidden states [N, D] of the tokens that a caller asked for: all of them, or those that are here."""
 
     states_ND: Tensor
     routers: Routers  # of the row's tokens, or of those that are here
     located: TokenLocations | None = None
 
     def own(self, values_N: Tensor) -> Tensor:
-        """What belongs to the hidden states, of values for all tokens that were asked for."""
+        """Of values for all tokens that were asked for, those that belong to the hidden states."""
         return values_N if self.located is None else values_N.index_select(0, self.located.here)
 
     def whole(self, values: Tensor) -> Tensor:
@@ -386,7 +342,7 @@ class RowStates:
 
 
 class _Whole(torch.autograd.Function):
-    """All processes go on alike with what is gathered: each takes its own part of the gradient."""
+    """All processes go on alike with the gathered values: each takes its own part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, located: TokenLocations) -> Tensor:

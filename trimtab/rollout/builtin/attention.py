@@ -20,7 +20,6 @@ from trimtab.data.batches import Span, sent
 from trimtab.distributed.device import has_kernels
 from trimtab.models.attention import (
     PackedRow,
-    attend_packed,
     attend_varlen,
     carried,
     cumulative,
@@ -204,7 +203,7 @@ class CachedAttention:
         continued = current.continued
         if continued is not None and varlen_applies(query, value, arguments.get("softcap"), 0.0):
             return self._continue_in_one_row(query[0].transpose(0, 1), layer, continued, arguments)[None]
-        out = attend_packed(current.row, query, key, value, arguments)
+        out = current.row.attend(query, key, value, arguments)
         for own, slots in [] if continued is None else continued.alike:
             out[0, own] = self._continue(query[0][:, own].transpose(0, 1), layer, slots, arguments)
         return out
