@@ -1,18 +1,26 @@
-"""Two ways to run a layer beside each other, given the same: what compiled layers, and fused ones, are believed by.
+"""Compiled layers: their element-wise work becomes few kernels, in training and scoring passes (--compile).
 
-Over all layers of a model in half precision rounding adds up: of a random one with 32 layers, gradients may be off by a
-tenth and nothing be wrong. Of one layer it leaves so little that a wrong one stands out. A token that goes to another
-expert by the last bit of its router is not wrong either, so the worst tenth of the tokens is not looked at.
+Every layer's forward pass is compiled once for all layers and all lengths of a row; attention is left out of it
+(models/attention.py). Engines run the same layers uncompiled: a layer looks at the pass that it carries.
+
+A compiler may break, give other numbers or recompile for every length. So before the first step compiled layers are
+compared with plain ones, on rows that are the same in every run: which kernels are made depends on the first sizes that
+are met, and a resumed run must have those of the run before it. Nothing is chosen by measuring, for the same reason.
+torch keeps compiled code between runs (TORCHINDUCTOR_CACHE_DIR, by default in the folder of temporary files).
+
+Layers are compared one by one, each with the same input. Over all layers of a model in half precision rounding adds up:
+of a random one with 32 layers, gradients may be off by a tenth and nothing be wrong. In one layer rounding is so small
+that an error stands out. A token that goes to another expert by the last bit of its router is not wrong either, so the
+worst tenth of the tokens does not count.
 """
 
 import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -30,93 +38,6 @@ from trimtab.models.packed import PackedModel, has_dropout, learned_positions, s
 from trimtab.models.reward import RewardOutput
 from trimtab.models.selfcheck import probe_batch
 
-Forward = Callable[..., Any]
-
-ADDED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.03}
-"""How far a token may be off, as a share of what the layer adds to it; beside that by as much as it is rounded."""
-WEIGHTS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""How far the gradients of a layer's weights may be off, all together, as a share of them."""
-LOOKED_AT = 0.9  # of the tokens
-
-
-@dataclass(frozen=True)
-class Given:
-    """By one forward pass, and by its backward pass where the model learns."""
-
-    out_TD: Tensor
-    back_TD: Tensor | None
-    weights: list[Tensor]
-
-
-@dataclass
-class Comparison:
-    """Of all layers in one pass of a model, without gradients."""
-
-    learns: bool
-    problem: str = ""  # of the first layer that has one
-
-    def of(self, layer: nn.Module, plain: Forward, compiled: Forward, arguments: Sequence[Any], named: Any) -> Any:
-        """What the plain forward pass gives."""
-        hidden_TD, *others = arguments
-        if not self.problem:
-            slope_TD = torch.arange(hidden_TD.numel(), device=hidden_TD.device).mul(0.7).sin().view_as(hidden_TD)
-            slope_TD = slope_TD.to(hidden_TD.dtype)  # any gradient will do
-            theirs, ours = (self._given(layer, call, hidden_TD, slope_TD, others, named) for call in (plain, compiled))
-            self.problem = _difference(ours, theirs, hidden_TD, slope_TD)
-        return plain(hidden_TD, *others, **named)
-
-    def _given(
-        self, layer: nn.Module, call: Forward, hidden_TD: Tensor, slope_TD: Tensor, others: list[Any], named: Any
-    ) -> Given:
-        with torch.set_grad_enabled(self.learns):
-            start = hidden_TD.detach().requires_grad_(self.learns)
-            out = call(start, *others, **named)
-            out = out[0] if isinstance(out, tuple) else out
-            if not out.requires_grad:
-                return Given(out, None, [])
-            weights = [weight for weight in layer.parameters() if weight.requires_grad]
-            back, *found = torch.autograd.grad(out, [start, *weights], slope_TD, allow_unused=True)
-        return Given(out.detach(), back, [local(gradient) for gradient in found if gradient is not None])
-
-
-def _difference(ours: Given, theirs: Given, hidden_TD: Tensor, slope_TD: Tensor) -> str:
-    """What is too far off; empty: nothing."""
-    if (ours.back_TD is None) != (theirs.back_TD is None) or len(ours.weights) != len(theirs.weights):
-        return "compiled ones give other gradients"
-    off = {"values": _most(off_by(ours.out_TD, theirs.out_TD, hidden_TD))}
-    if ours.back_TD is not None and theirs.back_TD is not None:
-        off["gradients"] = _most(off_by(ours.back_TD, theirs.back_TD, slope_TD))
-    if theirs.weights:
-        a, b = (torch.cat([w.flatten().float() for w in given.weights]) for given in (ours, theirs))
-        off["gradients of weights"] = ((a - b).norm() / (WEIGHTS[hidden_TD.dtype] * b.norm()).clamp_min(1e-30)).item()
-    for what, times in off.items():
-        if not times <= 1:  # also what is no number
-            return f"{what} of compiled ones are off by {times:.2g} times what rounding explains"
-    return ""
-
-
-def off_by(ours_TD: Tensor, theirs_TD: Tensor, before_TD: Tensor) -> Tensor:
-    """How far each token that a layer was given is off after it, beside how far it may be [T]."""
-    ours, theirs, before = (x.float().flatten(0, -2) for x in (ours_TD, theirs_TD, before_TD))
-    rounded_T = torch.finfo(theirs_TD.dtype).eps * theirs.norm(dim=1)
-    allowed_T = ADDED[theirs_TD.dtype] * (theirs - before).norm(dim=1) + rounded_T
-    return (ours - theirs).norm(dim=1) / allowed_T.clamp_min(1e-30)
-
-
-def _most(off_T: Tensor) -> float:
-    return off_T.quantile(LOOKED_AT).item()
-
-
-# ---- Layers whose element-wise work is compiled into few kernels: in training and scoring passes (--compile). Every
-# layer's forward pass is compiled once for all layers and all lengths of a row; attention is left out of it
-# (models/attention.py). Engines run the same layers uncompiled: a layer looks at the pass that it carries. A
-# compiler may break, give other numbers or begin anew with every length. So before the first step compiled
-# layers are tried against plain ones (comparing.py), on rows that are the same in every run: which kernels are
-# made depends on the first sizes that are met, and a resumed run must have those of the run before it. Nothing
-# is chosen by measuring, for the same reason. torch keeps what it has compiled between runs
-# (TORCHINDUCTOR_CACHE_DIR, by default in the folder of temporary files).
-
-
 COMPILER: dict[str, Any] = {"options": {"deterministic": True}}
 """Which compiler; tests take a faster one."""
 LATE = 16
@@ -125,6 +46,13 @@ VARIANTS = 64  # of one function: models of a run differ in sizes, and each trai
 
 FIRST, OTHER = (500, 524), (211, 130, 64)  # lengths of the sequences that are tried, in two rows
 
+ADDED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.03}
+"""How far a token may be off, as a share of what the layer adds to it; beside that by as much as it is rounded."""
+WEIGHTS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+"""How far the gradients of a layer's weights may be off, all together, as a share of them."""
+COUNTED = 0.9  # of the tokens
+
+Forward = Callable[..., Any]
 AtWork = Callable[[], AbstractContextManager[Any]]
 """Inside, a model is where and how it scores."""
 Gradients = Callable[[], list[Tensor]]
@@ -198,26 +126,56 @@ def graphs_so_far() -> int:
 
 def _problem(root: PackedModel, scores: Sequence[AtWork], gradients: Gradients | None, router: bool) -> str:
     """What is wrong with compiled layers; empty: nothing."""
-    rows = [probe_batch(root.config, root.device, _within(root, lengths)) for lengths in (FIRST, OTHER)]
-    works: list[tuple[Callable[[TokenBatch], object], bool, AtWork]] = []  # whether it learns, and where it is then
-    if gradients is not None:
-        works.append((partial(_learn, root, gradients, router), True, contextlib.nullcontext))
-    works += [(partial(_score, root, at_work), False, at_work) for at_work in scores]
+    room = learned_positions(root.inner)
+    rows = [
+        probe_batch(root.config, root.device, [n if room is None else min(n, room) for n in lengths])
+        for lengths in (FIRST, OTHER)
+    ]
+
+    @contextlib.contextmanager
+    def scored(at_work: AtWork) -> Iterator[None]:
+        with at_work(), scoring(root):
+            yield
+
+    def run(row: TokenBatch, at_work: AtWork | None) -> None:
+        if at_work is not None:
+            with scored(at_work):
+                root.check_values(row)
+            return
+        assert gradients is not None
+        _learnt_values(root, row, router).mean().backward()
+        gradients()
+
+    works: list[AtWork | None] = [*([] if gradients is None else [None]), *scores]  # None: it learns
     try:
         _install(root)
         if has_kernels(root.device):
-            _start_processes()
+            # Start the processes that compile. torch waits for ever for what they were asked if they are gone, and a
+            # signal to the run's whole group would end them, but not a run that means to save first.
+            from torch._inductor.async_compile import AsyncCompile
+
+            with unheard_by_children():
+                AsyncCompile.warm_pool()
         root.attention.compiled = True
-        for work, learns, at_work in works:
-            work(rows[0])
+        for at_work in works:
+            run(rows[0], at_work)
             graphs = graphs_so_far()
-            work(rows[1])
+            run(rows[1], at_work)
             if root.attention.failure:
                 return root.attention.failure
             if graphs_so_far() > graphs:
                 return "they are compiled anew for rows of another length"
-            if not (learns and has_dropout(root)) and (problem := _compared(root, rows[0], at_work, learns)):
-                return problem
+            learns = at_work is None
+            if learns and has_dropout(root):
+                continue
+            comparison = root.attention.comparison = Comparison(learns)
+            try:
+                with torch.no_grad() if at_work is None else scored(at_work):
+                    root.check_values(rows[0])
+            finally:
+                root.attention.comparison = None
+            if comparison.problem:
+                return comparison.problem
     except Exception as error:  # a compiler raises anything
         if gradients is not None:
             gradients()
@@ -225,31 +183,12 @@ def _problem(root: PackedModel, scores: Sequence[AtWork], gradients: Gradients |
     return ""
 
 
-def _learn(root: PackedModel, gradients: Gradients, router: bool, row: TokenBatch) -> None:
-    if router:
-        out = root(row, router=True)
-        values = out.scores_S if isinstance(out, RewardOutput) else out.log_probs_N
-        values = torch.cat([values, *(logits.float().logsumexp(-1) for logits in out.router_logits)])
-    else:
-        values = root.check_values(row)
-    values.mean().backward()
-    gradients()
-
-
-def _score(root: PackedModel, at_work: AtWork, row: TokenBatch) -> None:
-    with at_work(), scoring(root):
-        root.check_values(row)
-
-
-def _compared(root: PackedModel, row: TokenBatch, at_work: AtWork, learns: bool) -> str:
-    """What is wrong with what compiled layers give; empty: nothing."""
-    comparison = root.attention.comparison = Comparison(learns)
-    try:
-        with at_work(), torch.no_grad() if learns else scoring(root):
-            root.check_values(row)
-    finally:
-        root.attention.comparison = None
-    return comparison.problem
+def _learnt_values(root: PackedModel, row: TokenBatch, router: bool) -> Tensor:
+    if not router:
+        return root.check_values(row)
+    out = root(row, router=True)
+    values = out.scores_S if isinstance(out, RewardOutput) else out.log_probs_N
+    return torch.cat([values, *(logits.float().logsumexp(-1) for logits in out.router_logits)])
 
 
 def _install(root: PackedModel) -> None:
@@ -263,15 +202,6 @@ def _install(root: PackedModel) -> None:
     for layer in layers_of(root.inner):
         if not isinstance(layer.forward, CompiledLayer):
             layer.forward = CompiledLayer(layer)
-
-
-def _start_processes() -> None:
-    """Those that compile for an accelerator. torch waits for ever for what they were asked if they are gone, and a
-    signal to the run's whole group would end them, but not a run that means to save first."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    with unheard_by_children():
-        AsyncCompile.warm_pool()
 
 
 class CompiledLayer:
@@ -322,6 +252,64 @@ def _compiler_error(error: Exception) -> str:
     return f"the compiler fails ({' '.join(str(error).split())[:120]})"
 
 
-def _within(root: PackedModel, lengths: tuple[int, ...]) -> list[int]:
-    room = learned_positions(root.inner)
-    return [length if room is None else min(length, room) for length in lengths]
+# ---- comparison of one layer, run in two ways
+
+
+@dataclass
+class Comparison:
+    """Compiled layers against plain ones, of all layers in one pass of a model without gradients."""
+
+    learns: bool
+    problem: str = ""  # of the first layer that has one
+
+    def of(self, layer: nn.Module, plain: Forward, compiled: Forward, arguments: Sequence[Any], named: Any) -> Any:
+        """Compare, and return what the plain forward pass gives."""
+        hidden_TD, *others = arguments
+        if not self.problem:
+            slope_TD = torch.arange(hidden_TD.numel(), device=hidden_TD.device).mul(0.7).sin().view_as(hidden_TD)
+            slope_TD = slope_TD.to(hidden_TD.dtype)  # any gradient will do
+            theirs, ours = (self._run(layer, call, hidden_TD, slope_TD, others, named) for call in (plain, compiled))
+            self.problem = _difference(ours, theirs, hidden_TD, slope_TD)
+        return plain(hidden_TD, *others, **named)
+
+    def _run(
+        self, layer: nn.Module, call: Forward, hidden_TD: Tensor, slope_TD: Tensor, others: list[Any], named: Any
+    ) -> "LayerResult":
+        with torch.set_grad_enabled(self.learns):
+            start = hidden_TD.detach().requires_grad_(self.learns)
+            out = call(start, *others, **named)
+            out = out[0] if isinstance(out, tuple) else out
+            if not out.requires_grad:
+                return out, None, []
+            weights = [weight for weight in layer.parameters() if weight.requires_grad]
+            back, *found = torch.autograd.grad(out, [start, *weights], slope_TD, allow_unused=True)
+        return out.detach(), back, [local(gradient) for gradient in found if gradient is not None]
+
+
+LayerResult = tuple[Tensor, Tensor | None, list[Tensor]]
+"""Of one pass: hidden states, and where the model learns the gradients of its input and its weights."""
+
+
+def _difference(ours: LayerResult, theirs: LayerResult, hidden_TD: Tensor, slope_TD: Tensor) -> str:
+    """What is too far off; empty: nothing."""
+    (out_TD, back_TD, weights), (plain_TD, plain_back_TD, plain_weights) = ours, theirs
+    if (back_TD is None) != (plain_back_TD is None) or len(weights) != len(plain_weights):
+        return "compiled ones give other gradients"
+    off = {"values": off_by(out_TD, plain_TD, hidden_TD).quantile(COUNTED).item()}
+    if back_TD is not None and plain_back_TD is not None:
+        off["gradients"] = off_by(back_TD, plain_back_TD, slope_TD).quantile(COUNTED).item()
+    if plain_weights:
+        a, b = (torch.cat([w.flatten().float() for w in found]) for found in (weights, plain_weights))
+        off["gradients of weights"] = ((a - b).norm() / (WEIGHTS[hidden_TD.dtype] * b.norm()).clamp_min(1e-30)).item()
+    for what, times in off.items():
+        if not times <= 1:  # also what is no number
+            return f"{what} of compiled ones are off by {times:.2g} times what rounding explains"
+    return ""
+
+
+def off_by(ours_TD: Tensor, theirs_TD: Tensor, before_TD: Tensor) -> Tensor:
+    """How far each token [T] is off behind a layer, as a multiple of how far it may be. `before_TD`: its input."""
+    ours, theirs, before = (x.float().flatten(0, -2) for x in (ours_TD, theirs_TD, before_TD))
+    rounded_T = torch.finfo(theirs_TD.dtype).eps * theirs.norm(dim=1)
+    allowed_T = ADDED[theirs_TD.dtype] * (theirs - before).norm(dim=1) + rounded_T
+    return (ours - theirs).norm(dim=1) / allowed_T.clamp_min(1e-30)

@@ -1,8 +1,18 @@
-"""A chunk of logits: what a model does to them, what log-probs need of them, and their gradient. All of it in fp32.
+"""Log-probabilities (and entropies) of target tokens from hidden states, without holding [tokens, vocabulary].
 
-    z = cap(scale * raw) / temperature,   cap(z) = c tanh(z / c)
+    log p(y | h) = z_y - logsumexp(z),      z = cap(scale * (W h + b)) / temperature,   cap(z) = c tanh(z / c)
 
-Where Triton's kernels run, each is one pass over the chunk (kernels/head.py).
+Tokens go through in chunks. The forward pass keeps one number for each token (the logsumexp; two with entropy); the
+backward pass computes the chunk's logits again, on a CPU those of chunks beyond the first KEPT logits. Granite, Cohere
+and Gemma-2 have a `scale` or `c`; other families have neither. After the matrix product everything is fp32. Where
+Triton's kernels run, what follows the product is one pass over the chunk in each direction (lm_head_kernels.py).
+
+Of a head that is split by vocabulary (parallel/tensor_parallel) each process has the logits of its own words, in chunks
+as well. After all chunks they exchange two numbers for each token (three with entropy): of r processes
+
+    log Z = logsumexp_r(log Z_r),      E[z] = sum_r exp(log Z_r - log Z) E_r[z]
+
+and in the backward pass the gradient of the hidden states. Logits are never gathered for log-probs and entropies.
 """
 
 from collections.abc import Callable
@@ -17,6 +27,8 @@ from trimtab.distributed.collectives import all_gather, all_reduce, group_copy, 
 from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.fsdp import local
 from trimtab.models.parallel.tensor_parallel import VocabShard
+
+KEPT = 2**26  # logits, 256 MiB, that a CPU does not compute again for the backward pass
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,6 @@ class LogitShape:
 PLAIN = LogitShape()
 
 
-def fuses(device: torch.device) -> bool:
-    """Whether there are kernels. A tensor without contents stands for one on an accelerator (plan)."""
-    return device.type == "meta" or has_kernels(device)
-
-
 def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float) -> Tensor:
     logits = raw.float()
     if shape.scale != 1.0:
@@ -61,9 +68,9 @@ def read_logits(
         chosen_N, normalisers_N, means_N = raw.new_empty(3, len(raw))
         return chosen_N, normalisers_N, means_N if entropy else None
     if has_kernels(raw.device):
-        from trimtab.models import lm_head_kernels as head
+        from trimtab.models import lm_head_kernels
 
-        return head.read_logits(raw, places_N, shape.scale, shape.softcap, temperature, means=entropy)
+        return lm_head_kernels.read_logits(raw, places_N, shape.scale, shape.softcap, temperature, means=entropy)
     logits = shaped_logits(raw, shape, temperature)
     normalisers_N = torch.logsumexp(logits, -1)
     chosen_N = logits.gather(-1, places_N[:, None])[:, 0]
@@ -76,7 +83,7 @@ def read_logits(
 class LogitRows(NamedTuple):
     """What the gradient of a row of logits is made of."""
 
-    places: Tensor  # of the targets, among the shard that are here
+    places: Tensor  # of the targets, among the words that are here
     normalisers: Tensor
     means: Tensor | None  # E[z], for entropies
     grad_log_probs: Tensor
@@ -94,9 +101,9 @@ def logit_gradient(
     if raw.is_meta:
         return torch.empty_like(raw, dtype=dtype)
     if has_kernels(raw.device):
-        from trimtab.models import lm_head_kernels as head
+        from trimtab.models import lm_head_kernels
 
-        grad = head.logit_gradient(raw, *rows, shape.scale, shape.softcap, temperature, dtype)
+        grad = lm_head_kernels.logit_gradient(raw, *rows, shape.scale, shape.softcap, temperature, dtype)
         if grad_bias is not None:
             grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         return grad
@@ -120,20 +127,6 @@ def logit_gradient(
     return grad.to(dtype)
 
 
-# ---- Log-probabilities (and entropies) of target tokens from hidden states, without holding [tokens, vocabulary].
-# log p(y | h) = z_y - logsumexp(z), z = cap(scale * (W h + b)) / temperature, cap(z) = c tanh(z / c) Tokens go
-# through in chunks. The forward pass keeps one number a token (the logsumexp; two with entropy); the backward
-# pass computes the chunk's logits again, on a CPU those of chunks beyond the first KEPT logits. `scale` and `c`
-# are what Granite, Cohere and Gemma-2 do to their logits; for everyone else they are absent. After the matrix
-# product everything is fp32. Of a head that is cut by vocabulary (models/tensor_parallel) each process has the
-# logits of its own shard, in chunks as well. After all chunks they exchange two numbers a token (three with
-# entropy): of r processes log Z = logsumexp_r(log Z_r), E[z] = sum_r exp(log Z_r - log Z) E_r[z] and in the
-# backward pass the gradient of the hidden states. Logits are never gathered for log-probs and entropies.
-
-
-KEPT = 2**26  # logits, 256 MiB: of so many a CPU does not multiply again for the backward pass
-
-
 def token_log_probs(
     hidden_ND: Tensor,
     head: nn.Module,
@@ -153,24 +146,28 @@ def token_log_probs(
             hidden_ND, weight, bias, targets_N, shard, shape, temperature, entropy, size
         )
         return log_probs, entropies if entropy else None
+
+    def from_module(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs = shaped_logits(head(hidden), shape, temperature).log_softmax(-1)
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        return log_probs.gather(-1, targets[:, None])[:, 0], entropies
+
     # A head that is more than one matrix (LoRA on it, say): the module itself, chunk by chunk.
-    vocabulary = head.out_features
-    size = chunk or chunk_tokens(vocabulary, hidden_ND.device)
-    pieces = [
-        checkpoint(_from_module, h, head, y, shape, temperature, use_reentrant=False)
-        for h, y in zip(hidden_ND.split(size), targets_N.split(size))
-    ]
+    size = chunk or chunk_tokens(head.out_features, hidden_ND.device)
+    chunks = zip(hidden_ND.split(size), targets_N.split(size))
+    pieces = [checkpoint(from_module, h, y, use_reentrant=False) for h, y in chunks]
     log_probs, entropies = (torch.cat(p) for p in zip(*pieces))
     return log_probs, entropies if entropy else None
 
 
 def chunk_tokens(vocabulary: int, device: torch.device, *, alone: bool = False) -> int:
     """Tokens a chunk, so that its fp32 logits take 16 MiB on a CPU and 512 MiB on an accelerator; 1 GiB where kernels
-    leave them `alone`, with nothing of that size beside them (on an H200 more is no faster)."""
-    budget = 2**28 if alone and fuses(device) else 2**27
+    leave them `alone`, with nothing of that size beside them (on an H200 more is no faster). A fake tensor stands for
+    one on an accelerator (plan)."""
     if device.type == "cpu":
-        budget = 2**22
-    return max(1, budget // vocabulary)
+        return max(1, 2**22 // vocabulary)
+    fused = alone and (device.type == "meta" or has_kernels(device))
+    return max(1, (2**28 if fused else 2**27) // vocabulary)
 
 
 def choice_log_probs(hidden_ND: Tensor, head: nn.Module, choices_K: Tensor, shape: LogitShape) -> Tensor:
@@ -198,7 +195,7 @@ def token_divergence(
 ) -> Tensor:
     """Divergence of each token's two distributions, from hidden states, chunk by chunk and recomputed in backward.
 
-    A divergence is any function of both distributions, so of a head that is cut the logits of a chunk are gathered.
+    A divergence is any function of both distributions, so of a split head the logits of a chunk are gathered.
     """
 
     def of_chunk(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
@@ -214,7 +211,7 @@ def token_divergence(
 
 
 def whole_logits(hidden_ND: Tensor, head: nn.Module) -> Tensor:
-    """What a head says of every word, of one that is cut too: to draw from, not to train."""
+    """Logits of every word, of a split head too: to sample from, not to train."""
     if type(head) is not nn.Linear:
         return head(hidden_ND)
     shard, (weight, bias) = VocabShard.of(head.weight), _matrix(head)
@@ -223,14 +220,8 @@ def whole_logits(hidden_ND: Tensor, head: nn.Module) -> Tensor:
 
 
 def _matrix(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the shard that are here."""
+    """Weight and bias of the words that are here."""
     return local(head.weight), None if head.bias is None else local(head.bias)
-
-
-def _from_module(hidden, head, targets, shape, temperature):
-    log_probs = shaped_logits(head(hidden), shape, temperature).log_softmax(-1)
-    entropies = -(log_probs.exp() * log_probs).sum(-1)
-    return log_probs.gather(-1, targets[:, None])[:, 0], entropies
 
 
 def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -257,7 +248,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, shard, shape, temperature, entropy, chunk):
-        """`shard`: those that weight and bias are of; None: all."""
+        """`shard`: the words that weight and bias are of; None: all."""
         count = hidden.shape[0]
         places, here = (targets, None) if shard is None else shard.places(targets)
         chosen = hidden.new_empty(count, dtype=torch.float32)  # the targets' logits
