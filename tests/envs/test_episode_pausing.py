@@ -32,7 +32,7 @@ class Breaking(Pool):
 def test_what_is_heard_while_a_device_draws_changes_nothing(policy, slow, monkeypatch):
     expected = [plain(r) for r in play(player(policy, Pool()), rows=3, n=3)]
     monkeypatch.setattr(cuda_graphs, "has_graphs", lambda device: True)
-    monkeypatch.setattr(cuda_graphs, "capture", DoneAgain)
+    monkeypatch.setattr(cuda_graphs, "capture_graph", DoneAgain)
     pool = Breaking(slow=slow)
     pool.recording, pool.broken, inside = False, 0, []
     run = cuda_graphs.DecodeGraphs.run

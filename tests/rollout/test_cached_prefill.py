@@ -123,7 +123,7 @@ def made(monkeypatch):
             made.append(work)
             self.replay, self.pool = work, lambda: None
 
-    monkeypatch.setattr(cuda_graphs, "capture", Recorded)
+    monkeypatch.setattr(cuda_graphs, "capture_graph", Recorded)
     return made
 
 
@@ -193,7 +193,7 @@ def test_kept_prompts_are_read_in_groups_whose_keys_fit(calls, monkeypatch):
     follow = lambda self, cache, fused: setattr(self, "prefills", recorded)  # noqa: E731
     monkeypatch.setattr(cuda_graphs.GraphCache, "follow", follow)
     monkeypatch.setattr(prefill, "MOST_TOGETHER", 100)
-    monkeypatch.setattr(cuda_graphs, "capture", lambda work, pool: pytest.fail("nothing comes back here"))
+    monkeypatch.setattr(cuda_graphs, "capture_graph", lambda work, pool: pytest.fail("nothing comes back here"))
     policy, asked, sizes = policy_of(), prompts((33, 33, 33, 33)), []
     sampling = SamplingParams(max_new_tokens=1, temperature=0)
     engine = BuiltinEngine(policy, kv_tokens=1000)

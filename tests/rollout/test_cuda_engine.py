@@ -45,7 +45,7 @@ class DoneAgain:
 def _kernels(monkeypatch):
     if DEVICE == "cpu":
         use_kernels(monkeypatch, True)
-        monkeypatch.setattr(cuda_graphs, "capture", DoneAgain)
+        monkeypatch.setattr(cuda_graphs, "capture_graph", DoneAgain)
         monkeypatch.setattr(kernels, "PROGRAMS_TO_FILL_A_DEVICE", 1)
 
 
@@ -360,7 +360,7 @@ def test_a_model_that_cannot_be_recorded_decodes_step_by_step(monkeypatch):
 
     policy, sampling = policy_of(), SamplingParams(max_new_tokens=NEW, temperature=0)
     expected = answers(policy, sampling)
-    monkeypatch.setattr(cuda_graphs, "capture", refuse)
+    monkeypatch.setattr(cuda_graphs, "capture_graph", refuse)
     used = BuiltinEngine(policy)
     assert [a.ids for a in used.generate(SHORT, sampling)] == expected
     assert not used.captured.possible
@@ -424,8 +424,8 @@ def test_what_cannot_be_recorded_goes_step_by_step_and_the_others_are_recorded_a
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_prepared_reads_and_draws_for_all_and_nothing_else_is_recorded(dtype, monkeypatch):
     policy, made = policy_of(dtype=dtype), []
-    real = cuda_graphs.capture
-    monkeypatch.setattr(cuda_graphs, "capture", lambda work, pool: made.append(work) or real(work, pool))
+    real = cuda_graphs.capture_graph
+    monkeypatch.setattr(cuda_graphs, "capture_graph", lambda work, pool: made.append(work) or real(work, pool))
     settings, engine = SamplingParams(max_new_tokens=NEW), BuiltinEngine(policy, max_num_seqs=32)
     asked = prompts([5, 17, 33, 1] * 8, seed=3)
     expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(32))

@@ -19,7 +19,7 @@ class DoneAgain:
 @pytest.fixture(autouse=True)
 def _recorded(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "has_graphs", lambda device: True)
-    monkeypatch.setattr(cuda_graphs, "capture", DoneAgain)
+    monkeypatch.setattr(cuda_graphs, "capture_graph", DoneAgain)
     monkeypatch.setattr(cuda_graphs.DecodeGraphs, "chunk_size", 3)
     monkeypatch.setattr(cuda_graphs.DecodeGraphs, "long_chunk_size", 7)
 
@@ -87,7 +87,7 @@ def test_what_is_asked_while_a_device_draws_is_drawn_as_ever():
 
 def test_what_is_prepared_is_all_that_is_recorded_and_draws_the_same(monkeypatch):
     policy, made = policy_of(), []
-    monkeypatch.setattr(cuda_graphs, "capture", lambda work, pool: made.append(work) or DoneAgain(work, pool))
+    monkeypatch.setattr(cuda_graphs, "capture_graph", lambda work, pool: made.append(work) or DoneAgain(work, pool))
     settings = SamplingParams(max_new_tokens=20, stop_token_ids=(7, 11))
     asked = prompts((5, 17, 33, 1, 9), seed=3)
     expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(5))

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.distributed.supervision import pulse
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError, as_observation_error
 from trimtab.envs.environment_pool import EndReply, EnvironmentInstances, FailureReply, Reply, ResetReply, StepReply
-from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession
+from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession, finished_branches, partial_branches
 from trimtab.envs.types import EpisodeSettings, Message, Step, Task, Turn
 from trimtab.rollout.engine import Engine, decode_chunk_size
 from trimtab.rollout.episode import Episode, Segment
@@ -148,41 +148,19 @@ class EpisodeState:
     def partials(self, part: Trajectory | None, now: EpisodeSnapshot | None = None) -> list[Trajectory]:
         """The episode so far, with the part of the current turn that is generated."""
         now = now or self.now
-        if not now.trajectories:
-            return [Trajectory.empty(self.sample)]
         episode, trajectories = self.record(now=now), now.trajectories
         part = now.part if part is None else part
-        if part is not None:
+        if part is not None and trajectories:
             trajectories = (*trajectories[:-1], trajectories[-1].with_turn(part))
-        return [
-            Trajectory(
-                *(0, self.sample, [], s.tokens, s.log_probs),
-                versions=s.versions,
-                drawn=s.mask,
-                episode=episode,
-                branch=branch,
-            )
-            for branch, s in enumerate(trajectories)
-        ]
+        return partial_branches(trajectories, self.task, episode)
 
     def rollouts(self, finish: Finish, episode: Episode, plain: bool = False) -> list[Trajectory]:
         """One rollout for each of its sequences."""
-        trajectories = self.now.trajectories if finish != "failed" else ()
+        trajectories: Sequence[Trajectory] = self.now.trajectories
         if finish == "abort" and self.now.part is not None:
             trajectories = (*trajectories[:-1], trajectories[-1].with_turn(self.now.part))
-        return [
-            replace(
-                s,
-                prompt=self.request,
-                sample=self.sample,
-                finish=finish,
-                plain_log_probs=s.plain_log_probs if plain else None,
-                drawn=s.mask,
-                episode=episode,
-                branch=branch,
-            )
-            for branch, s in enumerate(trajectories or [Trajectory.empty(self.sample, self.prompt_ids)])
-        ]
+        trajectories = [replace(s, plain_log_probs=s.plain_log_probs if plain else None) for s in trajectories]
+        return finished_branches(trajectories, self.task, self.request, finish, episode, self.prompt_ids)
 
 
 # ---- the engine
@@ -247,8 +225,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
 
     def step(self, steps: int | None = None) -> list[Trajectory]:
         pulse.move()
-        aborted, self._aborted = self._aborted, set()
-        self._abort(aborted)
+        self._abort(self.take_aborted())
         if self.inner.has_unfinished and not self._finished:
             if len(self.active) > len(self.generating):  # an environment may answer meanwhile
                 steps = decode_chunk_size(steps, full=self.inner.full)
@@ -306,7 +283,12 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
 
     def _handle(self, state: EpisodeState, reply: Reply) -> None:
         if isinstance(reply, FailureReply):
-            self._failed(state, reply)
+            self._leave_engine([state])
+            if reply.innocent:  # replay it in a new instance
+                state.replayed, state.phase = 0, EpisodePhase.RESETTING
+                self._reset(state)
+            else:
+                self.failed(state, reply.words)
             return
         state.counters["seconds_environment"] += reply.seconds
         try:
@@ -320,7 +302,8 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
                 self._stepped(state, reply)
         except ObservationError as error:
             self.engine.pool.drop(state.number)
-            self._failed(state, FailureReply(state.number, str(error)))
+            self._leave_engine([state])
+            self.failed(state, str(error))
 
     # ---- the beginning and the end of an episode
 
@@ -493,26 +476,16 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
 
     # ---- retries and aborts
 
-    def _failed(self, state: EpisodeState, reply: FailureReply) -> None:
-        """Retry the episode; if its retries are used up, all samples of its request fail."""
-        self._leave_engine([state])
-        if reply.innocent:  # replay it in a new instance
-            state.replayed, state.phase = 0, EpisodePhase.RESETTING
-            self._reset(state)
-            return
-        state.failures += 1
-        if state.failures <= self.engine.settings.retries:
-            state.clear()
-            self._reset(state)
-            return
-        self._finish(state, "failed", reply.words)
-        for other in [other for other in self.active.values() if other.request == state.request]:
-            self._leave_engine([other])
-            self.engine.pool.drop(other.number)
-            self._finish(other, "failed")
+    def retry(self, state: EpisodeState) -> None:
+        state.clear()
+        self._reset(state)
 
-    def _abort(self, requests: Collection[int]) -> None:
-        aborted = [state for state in self.active.values() if state.request in requests]
+    def give_up(self, state: EpisodeState, words: str | None) -> None:
+        self._leave_engine([state])
+        self.engine.pool.drop(state.number)
+        self._finish(state, "failed", words)
+
+    def _abort(self, aborted: list[EpisodeState]) -> None:
         self._leave_engine(aborted)
         for state in aborted:
             if state.phase in (EpisodePhase.RESETTING, EpisodePhase.REPLAYING):

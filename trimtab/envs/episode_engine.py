@@ -15,7 +15,7 @@ from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams, request_seed
-from trimtab.rollout.trajectory import Trajectory
+from trimtab.rollout.trajectory import Finish, Trajectory
 
 
 class ActiveEpisode(Protocol):
@@ -23,9 +23,28 @@ class ActiveEpisode(Protocol):
 
     number: int  # identifies its instance
     request: int
+    failures: int
 
 
 EpisodeT = TypeVar("EpisodeT", bound=ActiveEpisode)
+
+
+def finished_branches(
+    sequences: Sequence[Trajectory], task: Task, request: int, finish: Finish, episode: Episode, prompt_ids: list[int]
+) -> list[Trajectory]:
+    """The trajectories of an episode that is over, one for each branch; one without tokens if it failed."""
+    sequences = [] if finish == "failed" else sequences
+    return [
+        replace(s, prompt=request, sample=task.sample, finish=finish, drawn=s.mask, episode=episode, branch=branch)
+        for branch, s in enumerate(sequences or [Trajectory.empty(task.sample, prompt_ids)])
+    ]
+
+
+def partial_branches(sequences: Sequence[Trajectory], task: Task, episode: Episode) -> list[Trajectory]:
+    """The partial rollouts of an episode, one for each branch."""
+    own = {"sample": task.sample, "prompt_ids": [], "plain_log_probs": None, "episode": episode}
+    found = [replace(s, **own, drawn=s.mask, branch=branch) for branch, s in enumerate(sequences)]
+    return found or [Trajectory.empty(task.sample)]
 
 
 class EpisodeEngine(Engine, Generic[EpisodeT]):
@@ -129,7 +148,7 @@ class EpisodeSession(Session, Generic[EpisodeT]):
 
     def __init__(self, engine: EpisodeEngine[EpisodeT], sampling: SamplingParams):
         super().__init__()
-        self.sampling = sampling
+        self.sampling, self._engine = sampling, engine
         self.inner = engine.engine.session(replace(sampling, n=1))
         self.active: dict[int, EpisodeT] = {}  # by number
         self._finished: list[Trajectory] = []
@@ -175,13 +194,36 @@ class EpisodeSession(Session, Generic[EpisodeT]):
         return bool(self.active or self._finished)
 
     def finish(self, trajectories: list[Trajectory]) -> None:
-        """Return an episode's trajectories, one for each branch, from the next `advance`."""
+        """Return an episode's trajectories, one for each branch, from the next `step`."""
         last, episode = trajectories[-1], trajectories[-1].episode
         assert episode is not None, "they have its record"
         if last.finish not in ("abort", "failed"):
             turns, length = float(len(episode.turns)), float(last.length)
             episode.logs |= {"turns": turns, "episode_length": length, "branches": float(len(trajectories))}
         self._finished += trajectories
+
+    def failed(self, active: EpisodeT, words: str) -> None:
+        """Retry the episode; if its retries are used up, all samples of its request fail."""
+        active.failures += 1
+        if active.failures <= self._engine.settings.retries:
+            self.retry(active)
+            return
+        self.give_up(active, words)
+        for other in [other for other in self.active.values() if other.request == active.request]:
+            self.give_up(other, None)
+
+    def retry(self, active: EpisodeT) -> None:
+        """Begin the episode anew, after a failure."""
+        raise NotImplementedError
+
+    def give_up(self, active: EpisodeT, words: str | None) -> None:
+        """Finish the episode as failed, with the reason if it is known."""
+        raise NotImplementedError
+
+    def take_aborted(self) -> list[EpisodeT]:
+        """Active episodes of aborted requests."""
+        aborted, self._aborted = self._aborted, set()
+        return [active for active in self.active.values() if active.request in aborted]
 
     def take_finished(self) -> list[Trajectory]:
         finished, self._finished = self._finished, []

@@ -7,7 +7,7 @@ is paused waits for the answer to its next request.
 """
 
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.distributed.supervision import pulse
 from trimtab.envs.environment_pool import EndReply, FailureReply, InstancePool, Reply
-from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession
+from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession, finished_branches, partial_branches
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.episode import Episode, Segment
@@ -59,27 +59,11 @@ class AgentEpisode:
         """One for each branch, with the episode's record."""
         turns = list(self.record.turns)  # the server's thread may be about to add one
         episode = self._episode(turns, problem)
-        sequences = [] if finish == "failed" else _sequences(turns)
-        return [
-            replace(
-                s,
-                prompt=self.request,
-                sample=self.sample,
-                finish=finish,
-                drawn=s.mask,
-                episode=episode,
-                branch=branch,
-            )
-            for branch, s in enumerate(sequences or [Trajectory.empty(self.sample, self.prompt_ids)])
-        ]
+        return finished_branches(_sequences(turns), self.task, self.request, finish, episode, self.prompt_ids)
 
     def partials(self) -> list[Trajectory]:
         turns = list(self.record.turns)
-        episode = self._episode(turns)
-        return [
-            replace(s, sample=self.sample, prompt_ids=[], plain_log_probs=None, episode=episode, branch=branch)
-            for branch, s in enumerate(_sequences(turns))
-        ] or [Trajectory.empty(self.sample)]
+        return partial_branches(_sequences(turns), self.task, self._episode(turns))
 
     def _episode(self, turns: list[RecordedTurn], problem: str | None = None) -> Episode:
         calls = sum(len(turn.message.get("tool_calls", ())) for turn in turns)
@@ -157,7 +141,12 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
 
     def step(self, steps: int | None = None) -> list[Trajectory]:
         pulse.move()
-        self._take_aborted()
+        for agent in self.take_aborted():
+            del self.active[agent.number]
+            rollouts = agent.rollouts("abort")
+            assert rollouts[0].episode is not None, "they have one"
+            self.engine.suspend_episode(agent, rollouts[0].episode)
+            self.finish(rollouts)
         queue = self.engine.server.queue
         if self._finished or not self.active:
             return self.take_finished()
@@ -209,28 +198,23 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
             if agent.record.turns:
                 self._finish(agent, refused or "stop")
             else:
-                self._failed(agent, "the agent has ended without asking for a turn")
+                self.failed(agent, "the agent has ended without asking for a turn")
         else:
             assert isinstance(reply, FailureReply), "an agent runs, and nothing else"
             if refused is not None and agent.record.turns:
                 # Agents often end with an error when the context is full, and then report no reward.
                 self._finish(agent, refused)
             elif reply.innocent:
-                self._again(agent, agent.failures)
+                self.retry(agent)
             else:
-                self._failed(agent, reply.words)
+                self.failed(agent, reply.words)
 
-    def _failed(self, agent: AgentEpisode, words: str) -> None:
-        if agent.failures < self.engine.settings.retries:
-            self._again(agent, agent.failures + 1)
-            return
-        self._finish(agent, "failed", words)
-        for other in [other for other in self.active.values() if other.request == agent.request]:
-            self._finish(other, "failed")
-
-    def _again(self, agent: AgentEpisode, failures: int) -> None:
+    def retry(self, agent: AgentEpisode) -> None:
         self._leave(agent)
-        self._start(agent.request, agent.seed, agent.task, agent.prompt_ids, agent.begun + 1, failures)
+        self._start(agent.request, agent.seed, agent.task, agent.prompt_ids, agent.begun + 1, agent.failures)
+
+    def give_up(self, agent: AgentEpisode, words: str | None) -> None:
+        self._finish(agent, "failed", words)
 
     def _finish(self, agent: AgentEpisode, finish: Finish, problem: str | None = None) -> None:
         self._leave(agent)
@@ -239,16 +223,6 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
     def _leave(self, agent: AgentEpisode) -> None:
         self.active.pop(agent.number, None)
         self.engine.drop(agent)
-
-    def _take_aborted(self) -> None:
-        gone = [agent for agent in self.active.values() if agent.request in self._aborted]
-        self._aborted.clear()
-        for agent in gone:
-            del self.active[agent.number]
-            rollouts = agent.rollouts("abort")
-            assert rollouts[0].episode is not None, "they have one"
-            self.engine.suspend_episode(agent, rollouts[0].episode)
-            self._finished += rollouts
 
 
 class AgentPool(InstancePool, Protocol):

@@ -21,13 +21,12 @@ from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.http import (
-    Overloaded,
     RequestGate,
     ServerClosing,
     answer_json,
+    as_http_error,
     authenticate,
     bearer_token,
-    describe_error,
 )
 from trimtab.server.request_params import (
     Fields,
@@ -369,7 +368,13 @@ def make_policy_app(
         return JSONResponse(status, 503 if closing else 200)
 
     def metrics_page(request: Request) -> Response:
-        return PlainTextResponse(metrics.page(waiting=backend.waiting, sessions=len(sessions)))
+        counters = {
+            "prompt_tokens_total": metrics.prompt_tokens,
+            "drawn_tokens_total": metrics.sampled_tokens,
+            "engine_seconds_total": f"{metrics.seconds:.6f}",
+        }
+        gauges = {"waiting_requests": backend.waiting, "sessions": len(sessions)}
+        return PlainTextResponse(metrics.page(counters, gauges))
 
     def trace(request: Request) -> Response:
         session = session_of(request, None)
@@ -445,10 +450,9 @@ def error_response(error: Exception) -> Response:
             return error_json(400, str(error))
         case EngineFailed():
             return error_json(500, f"the engine cannot answer this: {error}")
-    status, message, headers = describe_error(error)
-    code = "overloaded" if isinstance(error, Overloaded) else "closing" if isinstance(error, ServerClosing) else None
+    known = as_http_error(error)
     # OpenAI's clients know 400 where others say 422.
-    return error_json(400 if status == 422 else status, message, code=code, headers=headers)
+    return error_json(400 if known.status == 422 else known.status, str(known), code=known.code, headers=known.headers)
 
 
 def error_json(

@@ -15,10 +15,11 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import uvicorn
 from starlette.applications import Starlette
@@ -51,35 +52,40 @@ LOG_SECONDS, LOG_LINES = 10.0, 20
 
 
 class HTTPError(Exception):
-    """A request that is refused, with the status and the message of its response."""
+    """A request that is refused, with the status, the message and the headers of its response. `code`: what clients of
+    OpenAI's protocol look for."""
 
-    def __init__(self, status: int, message: str):
+    code: str | None = None
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
         super().__init__(message)
-        self.status = status
+        self.status, self.headers = status, headers or {}
 
 
-class Overloaded(Exception):
+class Overloaded(HTTPError):
     """Too much waits already; the client may try again."""
 
+    code = "overloaded"
 
-class ServerClosing(Exception):
+    def __init__(self, message: str):
+        super().__init__(503, message, {"Retry-After": "1"})
+
+
+class ServerClosing(HTTPError):
     """The server is draining; another one may answer."""
 
+    code = "closing"
 
-def describe_error(error: Exception) -> tuple[int, str, dict[str, str]]:
-    """Status, message and headers of the response to a request that failed. Unexpected errors are logged."""
-    match error:
-        case HTTPError():
-            # The unread rest of a body would be read as the next request.
-            return error.status, str(error), {"Connection": "close"} if error.status in (408, 413) else {}
-        case Overloaded():
-            return 503, str(error), {"Retry-After": "1"}
-        case ServerClosing():
-            words = "the server is about to end; ask another one, or try again"
-            return 503, words, {"Retry-After": "1", "Connection": "close"}
-        case _:
-            log.error("a request failed", exc_info=error)
-            return 500, "the server failed; its log says why", {}
+    def __init__(self, message: str = "the server is about to end; ask another one, or try again"):
+        super().__init__(503, message, {"Retry-After": "1", "Connection": "close"})
+
+
+def as_http_error(error: Exception) -> HTTPError:
+    """What a failed request is answered with. Unexpected errors are logged."""
+    if isinstance(error, HTTPError):
+        return error
+    log.error("a request failed", exc_info=error)
+    return HTTPError(500, "the server failed; its log says why")
 
 
 # ---- authentication and bodies
@@ -116,7 +122,9 @@ def authenticate(request: Request, token: str | None) -> None:
 async def read_body(request: Request, max_bytes: int, advice: str) -> bytes:
     """`advice`: what to do where it is too large."""
     body, size = bytearray(), 0
-    too_large = HTTPError(413, f"the request has more than {max_bytes} bytes; {advice}")
+    # The unread rest of a body would be read as the next request.
+    closing = {"Connection": "close"}
+    too_large = HTTPError(413, f"the request has more than {max_bytes} bytes; {advice}", closing)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes and "expect" in request.headers:
         raise too_large  # at once: the client waits for permission to send its body
@@ -129,7 +137,7 @@ async def read_body(request: Request, max_bytes: int, advice: str) -> bytes:
                 elif size > MOST_DISCARDED:
                     break
     except TimeoutError:
-        raise HTTPError(408, f"the request was not whole after {BODY_SECONDS:g} s") from None
+        raise HTTPError(408, f"the request was not whole after {BODY_SECONDS:g} s", closing) from None
     if size > max_bytes:
         raise too_large
     return bytes(body)
@@ -192,15 +200,36 @@ async def answer_json(
 # ---- metrics
 
 
-def prometheus_text(
-    prefix: str, requests: Iterable[tuple[str, int]], values: Iterable[tuple[str, Literal["counter", "gauge"], Any]]
-) -> str:
-    """A page in Prometheus' text format. `requests`: labels and counts; `values`: name, type and value."""
-    lines = [f"# TYPE {prefix}_requests_total counter"]
-    lines += [f"{prefix}_requests_total{{{labels}}} {count}" for labels, count in requests]
-    for name, kind, value in values:
-        lines += [f"# TYPE {prefix}_{name} {kind}", f"{prefix}_{name} {value}"]
-    return "\n".join(lines) + "\n"
+class ServerMetrics:
+    """Counters of a server, as a page in Prometheus' text format."""
+
+    prefix: str
+    labels: tuple[str, ...]  # of requests
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[Any, ...]] = Counter()
+        self.seconds = 0.0  # of the server's own work
+
+    def count(self, *labels: Any) -> None:
+        self.requests[labels] += 1
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds += time.monotonic() - began
+
+    def page(self, counters: dict[str, Any], gauges: dict[str, int]) -> str:
+        lines = [f"# TYPE {self.prefix}_requests_total counter"]
+        for values, count in sorted(self.requests.items()):
+            shown = ",".join(f'{label}="{value}"' for label, value in zip(self.labels, values))
+            lines.append(f"{self.prefix}_requests_total{{{shown}}} {count}")
+        for kind, numbers in (("counter", counters), ("gauge", gauges)):
+            for name, value in numbers.items():
+                lines += [f"# TYPE {self.prefix}_{name} {kind}", f"{self.prefix}_{name} {value}"]
+        return "\n".join(lines) + "\n"
 
 
 # ---- limits on connections, slow clients and logs
@@ -294,7 +323,7 @@ def rate_limit_logs(*names: str) -> None:
 
 def bind(host: str, port: int) -> socket.socket:
     try:
-        family = socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # Only where the protocol is named does asyncio send small responses at once (TCP_NODELAY): 40 ms less.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -304,13 +333,6 @@ def bind(host: str, port: int) -> socket.socket:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"--host {host} --port {port}: cannot listen there ({reason}); choose another") from error
     return listening
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False
 
 
 def address(listening: socket.socket) -> str:
@@ -376,12 +398,8 @@ def make_server(
     return DrainingServer(config, app.state.gate, drain_seconds)
 
 
-class RunsOnSockets(Protocol):
-    def run(self, sockets: list[socket.socket]) -> None: ...
-
-
-def run_until_signal(server: RunsOnSockets, listening: socket.socket) -> None:
-    """In the main thread, until SIGINT or SIGTERM."""
+def run_until_signal(server: Any, listening: socket.socket) -> None:
+    """Run a uvicorn server, or one like it, in the main thread, until SIGINT or SIGTERM."""
     # uvicorn raises the signal again once it has finished; by then there is nothing left to stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)

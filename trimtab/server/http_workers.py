@@ -23,7 +23,6 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -97,12 +96,11 @@ class HTTPWorkers:
         app: Starlette,
         queue: RequestQueue,
         settings: dict[str, Any],
-        drain_seconds: float,
     ):
         """`settings`: what the workers must know (see `run_worker`)."""
         self.app, self.queue = app, queue
         self.settled: deque[tuple[WorkerConnection, int]] = deque()  # requests whose results may be complete
-        self._processes, self._settings, self._drain_seconds = processes, settings, drain_seconds
+        self._processes, self._settings = processes, settings
         self._connections: list[WorkerConnection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._delivering = self._signaled = False
@@ -154,7 +152,7 @@ class HTTPWorkers:
     def _drain(self) -> None:
         self._broadcast(ipc.DRAIN)
         assert self._loop is not None
-        self._loop.call_later(self._drain_seconds + SECONDS_TO_END, self._ended.set)
+        self._loop.call_later(self._settings["drain_seconds"] + SECONDS_TO_END, self._ended.set)
 
     def _broadcast(self, kind: int) -> None:
         for connection in self._connections:
@@ -193,14 +191,6 @@ class HTTPWorkers:
                 connection.send(*messages)
 
 
-@dataclass
-class ForwardedRequest:
-    """An HTTP request that the engine's process answers for a worker."""
-
-    task: asyncio.Task[None]
-    disconnected: asyncio.Event
-
-
 class WorkerConnection(MessageProtocol):
     """The engine's end of the connection to one worker."""
 
@@ -208,7 +198,7 @@ class WorkerConnection(MessageProtocol):
         super().__init__()
         self.workers = workers
         self._requests: dict[int, list[QueuedRequest]] = {}
-        self._forwarded: dict[int, ForwardedRequest] = {}
+        self._forwarded: dict[int, tuple[asyncio.Task[None], asyncio.Event]] = {}  # and whether it has disconnected
 
     def received(self, kind: int, number: int, content: memoryview) -> None:
         if kind == ipc.COMPLETE:
@@ -218,7 +208,7 @@ class WorkerConnection(MessageProtocol):
         elif kind == ipc.FORWARD:
             disconnected = asyncio.Event()
             task = asyncio.get_running_loop().create_task(self._respond(number, content, disconnected))
-            self._forwarded[number] = ForwardedRequest(task, disconnected)
+            self._forwarded[number] = task, disconnected
         elif kind == ipc.COUNT:
             self.workers.queue.metrics.count(*json.loads(content.tobytes()))
 
@@ -231,7 +221,7 @@ class WorkerConnection(MessageProtocol):
         for request in self._requests.pop(number, ()):
             request.result.cancel()
         if number in self._forwarded:
-            self._forwarded[number].disconnected.set()
+            self._forwarded[number][1].set()
 
     # ---- completions
 
@@ -243,16 +233,14 @@ class WorkerConnection(MessageProtocol):
             return
         self._requests[number] = requests
         for request in requests:
-            request.result.add_done_callback(partial(self._settled, number))
-
-    def _settled(self, number: int, result: Any) -> None:
-        self.workers.settle(self, number)
+            request.result.add_done_callback(lambda _: self.workers.settle(self, number))
 
     def result(self, number: int) -> bytes | None:
         """The message with all results of a request, or its first error; None: some are still missing."""
         requests = self._requests.get(number, [])
         done = [request.result for request in requests if request.result.done()]
-        error = next((e for result in done if (e := _error_of(result)) is not None), None)
+        errors = [RuntimeError("given up") if result.cancelled() else result.exception() for result in done]
+        error = next((error for error in errors if error is not None), None)
         if not requests or (error is None and len(done) < len(requests)):
             return None
         del self._requests[number]
@@ -307,10 +295,6 @@ class WorkerConnection(MessageProtocol):
             self.send(ipc.encode_error(number, error))
         finally:
             del self._forwarded[number]
-
-
-def _error_of(result: Any) -> BaseException | None:
-    return RuntimeError("given up") if result.cancelled() else result.exception()
 
 
 def _headers_to_json(headers: Headers) -> list[list[str]]:

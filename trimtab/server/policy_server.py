@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from trimtab.config.jobs import ServeOptions
@@ -96,7 +96,7 @@ class PolicyServer:
                 "drain_seconds": drain_seconds,
                 "logs": LOGS,
             }
-            self._server = HTTPWorkers(processes, app, self.queue, settings, drain_seconds)
+            self._server = HTTPWorkers(processes, app, self.queue, settings)
         self._engine_thread: EngineThread | None = None
         self._thread: threading.Thread | None = None
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -181,21 +181,13 @@ def run_policy_server(
             processes=processes,
         )
         server.start_engine(engine)
-        opened.enter_context(_gc_frozen())
+        # Present objects, all of torch among them, are not collected again: each time took 0.2 s, amid requests.
+        gc.freeze()
+        opened.callback(gc.unfreeze)
         for line in chat_notes(policy):
             note(line)
         say(f"serving {policy.name} at {address(listening)}")
         return server.run(listening)
-
-
-@contextlib.contextmanager
-def _gc_frozen() -> Iterator[None]:
-    """Exclude present objects, all of torch among them, from garbage collection: each took 0.2 s, amid requests."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def http_worker_count(wanted: int | None, device: Device) -> int:

@@ -27,7 +27,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class InvalidRequest(HTTPError):
-    """A client's mistake. `param`: the field that is wrong; `code`: what clients look for."""
+    """A client's mistake. `param`: the field that is wrong."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(status, message)

@@ -11,8 +11,8 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,7 +21,7 @@ from trimtab.errors import UserError
 from trimtab.rollout.engine import MIN_CHUNK_SIZE, Engine, Session, decode_chunk_size
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.server.http import Overloaded, prometheus_text
+from trimtab.server.http import Overloaded, ServerMetrics
 from trimtab.server.sessions import stream_seed
 
 log = logging.getLogger(__name__)
@@ -40,37 +40,12 @@ class EngineFailed(Exception):
     """The engine cannot answer a request, through no fault of its client."""
 
 
-class PolicyMetrics:
-    """Counters of a policy server."""
+class PolicyMetrics(ServerMetrics):
+    prefix, labels = "trimtab_policy", ("path", "status")
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()  # by path and HTTP status
+        super().__init__()
         self.prompt_tokens = self.sampled_tokens = 0
-        self.seconds = 0.0  # of the engine's work
-
-    def count(self, path: str, status: int) -> None:
-        self.requests[path, status] += 1
-
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds += time.monotonic() - began
-
-    def page(self, *, waiting: int, sessions: int) -> str:
-        return prometheus_text(
-            "trimtab_policy",
-            [(f'path="{path}",status="{status}"', count) for (path, status), count in sorted(self.requests.items())],
-            [
-                ("prompt_tokens_total", "counter", self.prompt_tokens),
-                ("drawn_tokens_total", "counter", self.sampled_tokens),
-                ("engine_seconds_total", "counter", f"{self.seconds:.6f}"),
-                ("waiting_requests", "gauge", waiting),
-                ("sessions", "gauge", sessions),
-            ],
-        )
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ import itertools
 import logging
 import queue
 import threading
-import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from trimtab.config.jobs import ServeRMOptions
@@ -36,13 +35,13 @@ try:
         Overloaded,
         RequestGate,
         ServerClosing,
+        ServerMetrics,
         address,
         answer_json,
+        as_http_error,
         authenticate,
         bind,
-        describe_error,
         make_server,
-        prometheus_text,
         run_until_signal,
     )
 except ImportError as error:
@@ -55,36 +54,12 @@ MOST_WAITING_SAMPLES = 65_536
 Scored = asyncio.Future[RewardResult]
 
 
-class RewardMetrics:
-    """Counters of a reward server."""
+class RewardMetrics(ServerMetrics):
+    prefix, labels = "trimtab_reward", ("status",)
 
     def __init__(self) -> None:
-        self.requests: Counter[int] = Counter()  # by HTTP status
+        super().__init__()
         self.samples = self.batches = self.waiting = 0
-        self.seconds = 0.0
-
-    @contextlib.contextmanager
-    def batch(self, samples: int) -> Iterator[None]:
-        """Count a batch and its time."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.batches += 1
-            self.samples += samples
-            self.seconds += time.monotonic() - began
-
-    def page(self) -> str:
-        return prometheus_text(
-            "trimtab_reward",
-            [(f'status="{status}"', count) for status, count in sorted(self.requests.items())],
-            [
-                ("samples_total", "counter", self.samples),
-                ("batches_total", "counter", self.batches),
-                ("scoring_seconds_total", "counter", f"{self.seconds:.6f}"),
-                ("waiting_samples", "gauge", self.waiting),
-            ],
-        )
 
 
 class Batcher:
@@ -167,13 +142,16 @@ class Batcher:
     async def _score_all(self, requests: list[RewardRequest]) -> list[RewardResult | Exception]:
         scored = asyncio.get_running_loop().create_future()
         try:
-            with self.metrics.batch(sum(map(len, requests))):
+            with self.metrics.working():
                 self._work.put((RewardRequest.joined(requests), scored))
                 whole = await scored
         except Exception as error:
             if len(requests) == 1:
                 return [error]
             return [outcome for request in requests for outcome in await self._score_all([request])]
+        finally:
+            self.metrics.batches += 1
+            self.metrics.samples += sum(map(len, requests))
         edges = itertools.accumulate(map(len, requests), initial=0)
         return [_part(whole, slice(first, last)) for first, last in itertools.pairwise(edges)]
 
@@ -213,7 +191,7 @@ def make_reward_app(
 
         how: dict[str, Any] = {"token": token, "max_bytes": max_bytes, "advice": "send fewer samples at once"}
         response = await answer_json(request, gate, answer, lambda error: _error_response(error, protocol), **how)
-        metrics.requests[response.status_code] += 1
+        metrics.count(response.status_code)
         return response
 
     async def health(request: Request) -> Response:
@@ -226,7 +204,12 @@ def make_reward_app(
             authenticate(request, token)
         except HTTPError as error:
             return PlainTextResponse(f"{error}\n", error.status)
-        return PlainTextResponse(metrics.page())
+        counters = {
+            "samples_total": metrics.samples,
+            "batches_total": metrics.batches,
+            "scoring_seconds_total": f"{metrics.seconds:.6f}",
+        }
+        return PlainTextResponse(metrics.page(counters, {"waiting_samples": metrics.waiting}))
 
     scoring = [Route(protocol.path, score, methods=["POST"]) for protocol in PROTOCOLS.values()]
     others = [Route("/health", health), Route("/metrics", metrics_page)]
@@ -236,18 +219,15 @@ def make_reward_app(
 
 
 def _error_response(error: Exception, protocol: Protocol) -> Response:
-    headers: dict[str, str] = {}
-    match error:
-        case ClientDisconnect():
-            return Response(status_code=400)  # which is sent to no client
-        case ProtocolError() | BadSample():
-            status, message = 422, str(error)
-        case RewardFailed():
-            log.error("%s", error)
-            status, message = 500, str(error)
-        case _:
-            status, message, headers = describe_error(error)
-    return JSONResponse(protocol.error_body(status, message), status, headers)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=400)  # which is sent to no client
+    if isinstance(error, ProtocolError | BadSample):
+        error = HTTPError(422, str(error))
+    elif isinstance(error, RewardFailed):
+        log.error("%s", error)
+        error = HTTPError(500, str(error))
+    known = as_http_error(error)
+    return JSONResponse(protocol.error_body(known.status, str(known)), known.status, known.headers)
 
 
 # ---- trimtab serve-rm
