@@ -81,7 +81,7 @@ def step_gradient(run: SupervisedRun) -> tuple[dict[str, torch.Tensor], dict]:
     """The gradient that the run's next step would apply, and its metrics row."""
     gradients = {}
 
-    def keep(step):
+    def keep(step, finite):
         for name, master in run.optimiser.masters.items():
             gradients[name] = run.optimiser._gradient(name, master).clone()
         return StepReport(0.0, True)

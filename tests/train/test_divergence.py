@@ -78,8 +78,8 @@ def infinite_moment(at, prefix="exp_avg_sq/"):
     """After the update of this number one of the optimiser's numbers is infinite."""
     plain = Optimiser.step
 
-    def stepped(optimiser, step) -> StepReport:
-        report = plain(optimiser, step)
+    def stepped(optimiser, step, **how) -> StepReport:
+        report = plain(optimiser, step, **how)
         if step == at:
             with torch.no_grad():
                 next(t for n, t in optimiser.state().items() if n.startswith(prefix)).view(-1)[0] = torch.inf

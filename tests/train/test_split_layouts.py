@@ -72,12 +72,12 @@ def watched(place: Path, *, descent: bool) -> None:
         if descent:
             self.adam = torch.optim.SGD(self._groups(0.0), lr=self.learning_rate)
 
-    def step(self, number):
+    def step(self, number, **how):
         if number == 0:
             gradients = {name: self._gradient(name, master) for name, master in self.masters.items()}
             write(place / FIRST, {name: whole(found) for name, found in gradients.items() if found is not None})
             write(place / START, {name: whole(master.detach()) for name, master in self.masters.items()})
-        report = plain(self, number)
+        report = plain(self, number, **how)
         write(place / LAST, {name: whole(master.detach()) for name, master in self.masters.items()})
         return report
 

@@ -73,6 +73,48 @@ def reinforce_loss(log_probs_N: Tensor, advantages_N: Tensor) -> Tensor:
     return -advantages_N * log_probs_N
 
 
+def clipped_surrogate(
+    kind: str,
+    log_probs_N: Tensor,
+    old_N: Tensor,
+    advantages_N: Tensor,
+    owners_N: Tensor,
+    answers: int,
+    low: float,
+    high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token by the method `kind` (ppo, gspo or cispo), and which tokens are clipped."""
+    if kind == "gspo":
+        return gspo_loss(log_probs_N, old_N, advantages_N, owners_N, answers, low, high)
+    if kind == "cispo":
+        return cispo_loss(log_probs_N, old_N, advantages_N, high)
+    return ppo_loss(log_probs_N, old_N, advantages_N, low, high, dual_clip)
+
+
+def policy_objective(
+    loss_N: Tensor,
+    weights_N: Tensor,
+    *,
+    coefficient: float = 1.0,
+    kl_N: Tensor | None = None,
+    kl_coefficient: float = 0.0,
+    entropy_N: Tensor | None = None,
+    entropy_coefficient: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """coefficient x surrogate + kl_coefficient x KL - entropy_coefficient x entropy, each a sum of tokens' values times
+    their weights; and these terms without their coefficients."""
+    terms = {"policy_loss": (loss_N * weights_N).sum()}
+    loss = coefficient * terms["policy_loss"]
+    if kl_N is not None:
+        terms["kl_loss"] = (kl_N * weights_N).sum()
+        loss = loss + kl_coefficient * terms["kl_loss"]
+    if entropy_N is not None:
+        terms["entropy"] = (entropy_N * weights_N).sum()
+        loss = loss - entropy_coefficient * terms["entropy"]
+    return loss, terms
+
+
 # ---- off-policy correction
 
 

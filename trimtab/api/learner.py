@@ -38,7 +38,6 @@ from trimtab.models.save import save_model
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import SamplingParams, request_seed, stop_tokens
-from trimtab.train.optimizer import StepReport
 
 
 class Learner:
@@ -248,10 +247,7 @@ class Learner:
         divisor = self._gathered.divisor(per)
         with self._turns.call():
             self._reference.before_update()
-            report = StepReport(math.nan, False)
-            if self._gathered.finite:
-                report = self._optimiser.apply(float(rate), divisor=divisor)
-            self._optimiser.clear_gradients()
+            report = self._optimiser.apply(float(rate), divisor=divisor, finite=self._gathered.finite)
             self._gathered = Gathered()
             if report.applied:
                 self.version += 1

@@ -4,10 +4,10 @@ A loss is a sum over trained tokens, not a mean: `Learner.optim_step` divides on
 figures beside it are sums too, so that how samples are cut into passes changes nothing.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trimtab.algos.group_rewards import answer_sums, token_scale
-from trimtab.algos.policy_losses import cispo_loss, gspo_loss, kl_estimate, ppo_loss, reinforce_loss
+from trimtab.algos.policy_losses import clipped_surrogate, kl_estimate, policy_objective, reinforce_loss
 from trimtab.algos.preference_losses import dpo_loss
 from trimtab.algos.supervised_losses import sft_loss_sum
 from trimtab.api.samples import Sample
@@ -57,6 +57,7 @@ class Known:
     """A loss by name: its function takes the settings as keywords."""
 
     function: Callable[..., tuple[Tensor, dict[str, Any]]]
+    settings: tuple[str, ...]
     columns: tuple[str, ...] = ()  # of samples, that it cannot do without
     together: int = 1  # samples beside each other that belong together
 
@@ -64,44 +65,56 @@ class Known:
 # ---- the losses
 
 
-def ppo(
+def policy_loss(
     inputs: LossInputs,
+    kind: str,
     *,
     eps_clip: float = 0.2,
     eps_clip_low_high: tuple[float, float] | None = None,
     dual_clip: float | None = None,
-    **others: Any,
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_loss_coef: float = 0.0,
+    token_reduction: str = "token_sum",
 ) -> tuple[Tensor, dict[str, Any]]:
-    low, high = eps_clip_low_high or (eps_clip, eps_clip)
-    log_probs_N, old_N, advantages_N = _policy_columns(inputs)
-    return _surrogate(inputs, *ppo_loss(log_probs_N, old_N, advantages_N, low, high, dual_clip), **others)
-
-
-def gspo(
-    inputs: LossInputs,
-    *,
-    eps_clip: float = 0.2,
-    eps_clip_low_high: tuple[float, float] | None = None,
-    **others: Any,
-) -> tuple[Tensor, dict[str, Any]]:
-    low, high = eps_clip_low_high or (eps_clip, eps_clip)
-    found = gspo_loss(*_policy_columns(inputs), inputs.owners_N, len(inputs.samples), low, high)
-    return _surrogate(inputs, *found, **others)
-
-
-def cispo(inputs: LossInputs, *, eps_clip: float = 0.2, **others: Any) -> tuple[Tensor, dict[str, Any]]:
-    return _surrogate(inputs, *cispo_loss(*_policy_columns(inputs), eps_clip), **others)
-
-
-def policy_gradient(inputs: LossInputs, **others: Any) -> tuple[Tensor, dict[str, Any]]:
-    assert inputs.advantages_N is not None
-    return _surrogate(inputs, reinforce_loss(inputs.log_probs_N, inputs.advantages_N), None, **others)
+    """`kind`: ppo, gspo, cispo or reinforce. Figures beside the loss are sums over tokens, without weights."""
+    log_probs_N, old_N, advantages_N = inputs.log_probs_N, inputs.old_N, inputs.advantages_N
+    assert advantages_N is not None
+    figures: dict[str, Any] = {"log_prob": log_probs_N.detach().sum()}
+    if kind == "reinforce":
+        loss_N = reinforce_loss(log_probs_N, advantages_N)
+    else:
+        assert old_N is not None
+        low, high = eps_clip_low_high or (eps_clip, eps_clip)
+        sequences = inputs.owners_N, len(inputs.samples)
+        loss_N, clipped_N = clipped_surrogate(kind, log_probs_N, old_N, advantages_N, *sequences, low, high, dual_clip)
+        figures["clip_fraction"] = clipped_N.float().sum()
+    if old_N is not None:
+        figures["log_prob_gap"] = (log_probs_N.detach() - old_N).abs().sum()
+        figures["policy_kl"] = kl_estimate(old_N, log_probs_N.detach(), "k3").sum()
+    kl_N = entropy_N = None
+    if kl_coef:
+        assert inputs.reference_N is not None
+        kl_N = kl_estimate(log_probs_N, inputs.reference_N, kl_estimator)
+        figures["kl"] = kl_N.detach().sum()
+    if entropy_loss_coef:
+        entropy_N = inputs.entropy_N
+        assert entropy_N is not None
+        figures["entropy"] = entropy_N.detach().sum()
+    loss, _ = policy_objective(
+        loss_N,
+        _weights(inputs, token_reduction),
+        kl_N=kl_N,
+        kl_coefficient=kl_coef,
+        entropy_N=entropy_N,
+        entropy_coefficient=entropy_loss_coef,
+    )
+    return loss, figures
 
 
 def sft(inputs: LossInputs, *, token_reduction: str = "token_sum") -> tuple[Tensor, dict[str, Any]]:
-    return sft_loss_sum(inputs.log_probs_N * _weights(inputs, token_reduction)), {
-        "log_prob": inputs.log_probs_N.detach().sum()
-    }
+    loss = sft_loss_sum(inputs.log_probs_N * _weights(inputs, token_reduction))
+    return loss, {"log_prob": inputs.log_probs_N.detach().sum()}
 
 
 def dpo(
@@ -117,52 +130,17 @@ def dpo(
     return loss, {"margin": h_P.detach().sum(), "accuracy": (h_P > 0).float().sum()}
 
 
+OF_POLICY = ("kl_coef", "kl_estimator", "entropy_loss_coef", "token_reduction")
+BOUNDS = ("eps_clip", "eps_clip_low_high")
 LOSSES = {
-    "ppo": Known(ppo, ("log_probs", "advantages")),
-    "gspo": Known(gspo, ("log_probs", "advantages")),
-    "cispo": Known(cispo, ("log_probs", "advantages")),
-    "policy_gradient": Known(policy_gradient, ("advantages",)),
-    "sft": Known(sft),
-    "dpo": Known(dpo, ("reference",), together=2),
+    "ppo": Known(partial(policy_loss, kind="ppo"), (*BOUNDS, "dual_clip", *OF_POLICY), ("log_probs", "advantages")),
+    "gspo": Known(partial(policy_loss, kind="gspo"), (*BOUNDS, *OF_POLICY), ("log_probs", "advantages")),
+    "cispo": Known(partial(policy_loss, kind="cispo"), ("eps_clip", *OF_POLICY), ("log_probs", "advantages")),
+    "policy_gradient": Known(partial(policy_loss, kind="reinforce"), OF_POLICY, ("advantages",)),
+    "sft": Known(sft, ("token_reduction",)),
+    "dpo": Known(dpo, ("beta", "label_smoothing", "margin"), ("reference",), together=2),
 }
 SYNONYMS = {"reinforce": "policy_gradient", "cross_entropy": "sft", "grpo": "ppo"}
-
-
-def _policy_columns(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
-    assert inputs.old_N is not None and inputs.advantages_N is not None
-    return inputs.log_probs_N, inputs.old_N, inputs.advantages_N
-
-
-def _surrogate(
-    inputs: LossInputs,
-    loss_N: Tensor,
-    clipped_N: Tensor | None,
-    *,
-    kl_coef: float = 0.0,
-    kl_estimator: str = "k3",
-    entropy_loss_coef: float = 0.0,
-    token_reduction: str = "token_sum",
-) -> tuple[Tensor, dict[str, Any]]:
-    """What losses of a policy have in common: terms beside the surrogate, what tokens count, and figures."""
-    weights_N, log_probs_N = _weights(inputs, token_reduction), inputs.log_probs_N
-    figures: dict[str, Any] = {"log_prob": log_probs_N.detach().sum()}
-    if clipped_N is not None:
-        figures["clip_fraction"] = clipped_N.float().sum()
-    if inputs.old_N is not None:
-        gap_N = log_probs_N.detach() - inputs.old_N
-        figures |= {"log_prob_gap": gap_N.abs().sum()}
-        figures |= {"policy_kl": kl_estimate(inputs.old_N, log_probs_N.detach(), "k3").sum()}
-    loss = (loss_N * weights_N).sum()
-    if kl_coef:
-        assert inputs.reference_N is not None
-        kl_N = kl_estimate(log_probs_N, inputs.reference_N, kl_estimator)
-        figures["kl"] = kl_N.detach().sum()
-        loss = loss + kl_coef * (kl_N * weights_N).sum()
-    if entropy_loss_coef:
-        assert inputs.entropy_N is not None
-        figures["entropy"] = inputs.entropy_N.detach().sum()
-        loss = loss - entropy_loss_coef * (inputs.entropy_N * weights_N).sum()
-    return loss, figures
 
 
 def _weights(inputs: LossInputs, token_reduction: str) -> Tensor:
@@ -207,10 +185,9 @@ def chosen(loss: str | Callable[..., Any], config: dict[str, Any]) -> Chosen:
 
 
 def _check_settings(loss: str, known: Known, config: dict[str, Any]) -> None:
-    taken = _settings(known.function)
     for name, value in config.items():
-        if name not in taken:
-            raise UserError(f"loss {loss!r} has no setting {name!r}; {suggested(name, taken)}")
+        if name not in known.settings:
+            raise UserError(f"loss {loss!r} has no setting {name!r}; {suggested(name, known.settings)}")
         if name == "token_reduction" and value not in ("token_sum", "token_mean"):
             raise UserError(f"token_reduction is {value!r}; it must be 'token_sum' or 'token_mean'")
         if name == "kl_estimator" and value not in ("k1", "k2", "k3"):
@@ -237,15 +214,6 @@ def is_number(value: Any) -> bool:
 def _are_bounds(value: Any) -> bool:
     two = isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
     return two and 0 < value[0] <= 1 and value[1] > 0
-
-
-def _settings(function: Callable[..., Any]) -> list[str]:
-    """Keywords of a loss, with those that all losses of a policy have where it hands them on."""
-    own = inspect.signature(function).parameters.values()
-    names = [parameter.name for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in own):
-        names += _settings(_surrogate)
-    return names
 
 
 def _checked(found: Any) -> tuple[Tensor, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from trimtab.api.losses import Chosen, LossInputs, is_number
 from trimtab.api.samples import Rows, Sample
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
+from trimtab.distributed.mesh import Mesh
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
@@ -19,6 +19,7 @@ from trimtab.plan.workload import TOKENS_ON_CPU, scoring_tokens
 from trimtab.train.micro_batch_limit import PassLimit, Result, memory_guard, taking_back, until_it_fits
 from trimtab.train.optimizer import Optimiser
 from trimtab.train.rl.micro_batches import cost, make_slice, micro_batches, packed
+from trimtab.train.update import Share, accumulate
 
 COLUMNS = ("log_probs_N", "advantages_N", "weights_N", "reference_N")
 ADVICE = "gradient_checkpointing=True, lora_rank or bf16=True needs less memory"
@@ -68,23 +69,22 @@ class Passes:
         """Gradients of the loss are added to what was gathered before, if anything was; the sums of its figures."""
 
         def attempt() -> dict[str, float]:
-            sums: dict[str, float] = {}
             with memory_guard(taking_back(self.optimiser)):
-                for samples, batch in self._batches(rows, self._cut(rows, self.tokens, together)):
-                    found, figures = self._pass(
-                        batch.to(self.device.torch), [data[i] for i in samples], loss, temperature
-                    )
-                    found.backward()
-                    for name, value in {**figures, "loss": found}.items():
-                        value = value.detach() if isinstance(value, Tensor) else value
-                        sums[name] = sums.get(name, 0.0) + value
+                cut = self._cut(rows, self.tokens, together)
+                samples = ([data[i] for i in part] for part in cut)
+                batches = (batch for _, batch in self._batches(rows, cut))
+                sums = accumulate(
+                    self.policy,
+                    Mesh(),
+                    batches,
+                    len(cut),
+                    lambda batch: self._share(batch.to(self.device.torch), next(samples), loss, temperature),
+                )
             return {name: float(value) for name, value in sums.items()}
 
         return self._until_it_fits(attempt, rows, self.tokens, together, begun=gathered)
 
-    def _pass(
-        self, batch: TokenBatch, samples: list[Sample], loss: Chosen, temperature: float
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def _share(self, batch: TokenBatch, samples: list[Sample], loss: Chosen, temperature: float) -> Share:
         out = self.policy(batch, temperature=temperature, entropy=loss.entropy)
         assert out.log_probs_N is not None
         extra = batch.extra
@@ -98,7 +98,9 @@ class Passes:
             extra.get("reference_N"),
             out.entropy_N,
         )
-        return loss.function(inputs)
+        found, figures = loss.function(inputs)
+        plain = {name: value.detach() if isinstance(value, Tensor) else value for name, value in figures.items()}
+        return Share(found, {**plain, "loss": found.detach()})
 
     # ---- how they are cut
 

@@ -68,12 +68,16 @@ class Optimiser:
         assert self.factor is not None, "the schedule needs to know how many steps there are"
         return self.learning_rate * self.factor(step)
 
-    def step(self, step: int) -> StepReport:
-        """Clip, apply and clear the gradients gathered since the last call, at the rate of this step."""
-        return self.apply(self.rate(step))
+    def step(self, step: int, *, finite: bool = True) -> StepReport:
+        """Clip, apply and clear the gradients gathered since the last call, at the rate of this step. Not `finite`: the
+        loss was not, and nothing is applied."""
+        return self.apply(self.rate(step), finite=finite)
 
-    def apply(self, learning_rate: float, *, divisor: float = 1.0) -> StepReport:
+    def apply(self, learning_rate: float, *, divisor: float = 1.0, finite: bool = True) -> StepReport:
         """The same at a rate that no schedule has to know; `divisor`: what gradients of sums are divided by first."""
+        if not finite:
+            self.clear_gradients()
+            return StepReport(math.nan, applied=False)
         for name, master in self.masters.items():
             master.grad = self._gradient(name, master)
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]

@@ -30,7 +30,8 @@ from trimtab.models.lora import adapters_off
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
 from trimtab.models.policy import Policy
-from trimtab.train.task import PairTask, Share, Task, Totals, counts_by_sequence, sums_by_sequence
+from trimtab.train.task import PairTask, Task
+from trimtab.train.update import Share, Totals, counts_by_sequence, sums_by_sequence
 
 
 def check_reference(task: Any) -> None:

@@ -16,7 +16,8 @@ from trimtab.models.load import Loaded, fake_reward_model, load_reward_model
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.models.reward import REWARDS, RewardModel
-from trimtab.train.task import PairTask, Share, Task, Totals
+from trimtab.train.task import PairTask, Task
+from trimtab.train.update import Share, Totals
 
 MANY_PAIRS = 2000  # enough to know the mean and spread of rewards when there is no evaluation set
 

@@ -19,7 +19,8 @@ from trimtab.models.load import Loaded, fake_frozen_policy, load_frozen_policy
 from trimtab.models.packed import PackedModel
 from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
 from trimtab.models.policy import Policy, Teacher
-from trimtab.train.task import Share, Task, Totals
+from trimtab.train.task import Task
+from trimtab.train.update import Share, Totals
 
 
 class SFTTask(Task):

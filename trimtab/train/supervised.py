@@ -9,7 +9,7 @@ was killed and resumed is the run that was not. Which loss is learnt is the task
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from trimtab.config.jobs import SupervisedOptions
 from trimtab.config.objectives import DistillationOptions, ReferenceOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device, find_device
-from trimtab.distributed.fsdp import GRADIENT_DTYPES, sync_gradients
+from trimtab.distributed.fsdp import GRADIENT_DTYPES
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import World, deal, find_world, leave_world, reinit_process_group
 from trimtab.distributed.random_state import process_seed, random_state, restore_random_state, seed_everything
@@ -64,7 +64,7 @@ from trimtab.train.launch import (
 from trimtab.train.layer_compilation import Compiling
 from trimtab.train.metrics import RunLog
 from trimtab.train.micro_batch_limit import FLAGS, BeginAnew, PassLimit, memory_guard, taking_back, until_it_fits
-from trimtab.train.optimizer import Optimiser, StepReport
+from trimtab.train.optimizer import Optimiser
 from trimtab.train.preference_tasks import DPOTask, KTOTask
 from trimtab.train.reward_tasks import PRMTask, RMTask
 from trimtab.train.run_directory import (
@@ -78,7 +78,8 @@ from trimtab.train.run_directory import (
     settings,
 )
 from trimtab.train.sft_tasks import KDTask, SFTTask
-from trimtab.train.task import Task, Totals
+from trimtab.train.task import Task
+from trimtab.train.update import Totals, accumulate
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
 NO_ROOM = 256  # among the numbers of signals: a process could not write
@@ -251,11 +252,7 @@ class SupervisedRun:
             lambda: self.add_up_gradients(samples, stop), lambda why: self.shrink(samples, why)
         )
         learning_rate = self.optimiser.rate(step)
-        if math.isfinite(figures["loss"]):
-            report = self.optimiser.step(step)
-        else:
-            self.optimiser.clear_gradients()
-            report = StepReport(math.nan, applied=False)
+        report = self.optimiser.step(step, finite=math.isfinite(figures["loss"]))
         self.counters.count(report.applied)
         row = {
             "step": step + 1,
@@ -276,21 +273,25 @@ class SupervisedRun:
     def add_up_gradients(self, samples: list[int], stop: StopRequest) -> tuple[dict[str, float], Totals, int]:
         """Every pass of a step: its figures and counts, over all processes, and the number of passes here."""
         undo = taking_back(self.optimiser)
-        figures: dict[str, Tensor] = {}
+
+        def until_stopped() -> Iterator[TokenBatch]:
+            for batch in batches:
+                yield batch
+                if stop.signal and batch is not batches[-1] and self.mesh.size == 1:
+                    undo()
+                    self.leave(stop.signal)
+
         with memory_guard(undo):
             batches = self.deal_out(self.task.cut(self.task.store, samples))
             totals = self.totals(batches)
             self.task.prepare(self.model, batches)
-            for batch in batches:
-                last = batch is batches[-1]
-                sync_gradients(self.model, last)
-                share = self.task.loss(self.model, batch, totals)
-                # A split model averages gradients over its processes; shares are meant to add up.
-                (share.loss * (batch.weight * self.mesh.gradients.size)).backward()
-                share.add_to(figures, batch.weight)
-                if stop.signal and not last and self.mesh.size == 1:
-                    undo()
-                    self.leave(stop.signal)
+            figures = accumulate(
+                self.model,
+                self.mesh,
+                until_stopped(),
+                len(batches),
+                lambda batch: self.task.loss(self.model, batch, totals),
+            )
             return self.mesh.data.add_up(figures), totals, len(batches)
 
     def shrink(self, samples: list[int], why: str, *, evaluation: bool = False) -> None:

@@ -5,7 +5,6 @@ step's loss. Everything else here is the same for all of them.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.algos.supervised_losses import load_balancing_loss
 from trimtab.config.jobs import DPOOptions, RMOptions, SupervisedOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.order import SampleOrder
@@ -30,20 +28,7 @@ from trimtab.models.load import Loaded, fake_policy, load_policy
 from trimtab.models.packed import PackedModel, learned_positions
 from trimtab.models.reward import REWARDS
 from trimtab.train.micro_batch_limit import PassLimit
-
-Totals = dict[str, float]
-
-
-@dataclass
-class Share:
-    """One micro-batch's part of the step. Parts add up: the loss and every figure are already divided by totals."""
-
-    loss: Tensor
-    figures: dict[str, Tensor]
-
-    def add_to(self, sums: dict[str, Tensor], weight: float) -> None:
-        for name, value in self.figures.items():
-            sums[name] = sums.get(name, 0.0) + value * weight
+from trimtab.train.update import Share, Totals, balance_share
 
 
 class Task:
@@ -226,24 +211,10 @@ class Task:
         """The finished share: with the experts' balance, where that is asked for."""
         figures = {"loss": loss.detach(), **figures}
         if self.balances_experts(model):
-            top_k = model.config.num_experts_per_tok
-            balance = load_balancing_loss(out.router_logits, top_k, model.sum_over_row)
-            balance = balance * (batch.tokens / totals["tokens"])
+            balance = balance_share(model, out.router_logits, batch, totals["tokens"])
             figures["aux_loss"] = balance.detach()
             loss = loss + self.options.aux_loss_coef * balance
         return Share(loss, figures)
-
-
-def sums_by_sequence(values_N: Tensor, batch: TokenBatch) -> Tensor:
-    """Sum of the trained tokens' values in every sequence [S]."""
-    return values_N.new_zeros(len(batch.spans)).index_add(0, batch.owners_N, values_N)
-
-
-def counts_by_sequence(batch: TokenBatch) -> Tensor:
-    """Trained tokens in every sequence [S], as floats."""
-    owners_N = batch.owners_N
-    ones_N = torch.ones(len(owners_N), device=owners_N.device)
-    return ones_N.new_zeros(len(batch.spans)).index_add(0, owners_N, ones_N)  # a device need not be waited for
 
 
 def _prompts_of(store: Any) -> Iterator[bytes]:

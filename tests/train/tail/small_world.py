@@ -130,9 +130,9 @@ def caught_gradients(learner, monkeypatch) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     step = learner.optimiser.step
 
-    def caught(number):
+    def caught(number, **how):
         found.update({name: p.grad.clone() for name, p in learner.optimiser.working.items() if p.grad is not None})
-        return step(number)
+        return step(number, **how)
 
     monkeypatch.setattr(learner.optimiser, "step", caught)
     return found

@@ -15,21 +15,19 @@ from torch import Tensor
 
 from trimtab.algos.advantages import discounted_sums
 from trimtab.algos.policy_losses import (
-    cispo_loss,
-    gspo_loss,
+    clipped_surrogate,
     is_corrected,
     kl_estimate,
     mismatch_weights,
-    ppo_loss,
+    policy_objective,
     value_loss,
 )
-from trimtab.algos.supervised_losses import load_balancing_loss
 from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic
 from trimtab.train.rl.micro_batches import AnswerBatch, TextBatch
-from trimtab.train.task import Share, Totals, counts_by_sequence
+from trimtab.train.update import Share, Totals, balance_share, counts_by_sequence
 
 
 def policy_share(
@@ -63,21 +61,23 @@ def policy_share(
         loss_N = loss_N * correction_N
         figures["correction"] = correction_N.sum() / totals["seen_tokens"]
         figures["corrected_share"] = is_corrected(correction_N).sum() / totals["seen_tokens"]
-    figures["policy_loss"] = (loss_N * weights_N).sum()
-    loss = options.policy_loss_coef * figures["policy_loss"]
+    kl_N = None
     if options.use_kl_loss and "reference_N" in extra:
         kl_N = kl_estimate(log_probs_N, extra["reference_N"], options.kl_estimator)
         if options.kl_clip is not None:
             kl_N = kl_N.clamp(-options.kl_clip, options.kl_clip)
-        figures["kl_loss"] = (kl_N * weights_N).sum()
-        loss = loss + kl_coefficient * figures["kl_loss"]
-    if options.entropy_loss_coef is not None:
-        figures["entropy"] = (out.entropy_N * weights_N).sum()
-        loss = loss - options.entropy_loss_coef * figures["entropy"]
+    loss, terms = policy_objective(
+        loss_N,
+        weights_N,
+        coefficient=options.policy_loss_coef,
+        kl_N=kl_N,
+        kl_coefficient=kl_coefficient,
+        entropy_N=out.entropy_N if options.entropy_loss_coef is not None else None,
+        entropy_coefficient=options.entropy_loss_coef or 0.0,
+    )
+    figures |= terms
     if options.aux_loss_coef > 0:
-        top_k = policy.config.num_experts_per_tok
-        balance = load_balancing_loss(out.router_logits, top_k, policy.sum_over_row)
-        figures["aux_loss"] = balance * (batch.tokens / totals["row_tokens"])
+        figures["aux_loss"] = balance_share(policy, out.router_logits, batch, totals["row_tokens"])
         loss = loss + options.aux_loss_coef * figures["aux_loss"]
     figures["loss"] = loss
     return Share(loss, {name: value.detach() for name, value in figures.items()})
@@ -103,11 +103,10 @@ def surrogate(log_probs_N: Tensor, old_N: Tensor, batch: TokenBatch, options: RL
     """--policy_loss_type: the loss of each token, and which tokens are clipped."""
     advantages_N = batch.extra["advantages_N"]
     low, high = options.eps_clip_low_high or (options.eps_clip, options.eps_clip)
-    if options.policy_loss_type == "gspo":
-        return gspo_loss(log_probs_N, old_N, advantages_N, batch.owners_N, len(batch.spans), low, high)
-    if options.policy_loss_type == "cispo":
-        return cispo_loss(log_probs_N, old_N, advantages_N, high)
-    return ppo_loss(log_probs_N, old_N, advantages_N, low, high, options.dual_clip)
+    sequences = batch.owners_N, len(batch.spans)
+    return clipped_surrogate(
+        options.policy_loss_type, log_probs_N, old_N, advantages_N, *sequences, low, high, options.dual_clip
+    )
 
 
 def token_weights(batch: TokenBatch, totals: Totals, options: RLOptions) -> Tensor:

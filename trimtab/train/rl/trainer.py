@@ -16,7 +16,6 @@ from torch import Tensor
 from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
-from trimtab.distributed.fsdp import sync_gradients
 from trimtab.distributed.launcher import Role
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.weight_transfer import TransferPlan, TransferSender
@@ -41,7 +40,7 @@ from trimtab.train.preference_tasks import Reference
 from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.run_directory import names_fingerprint
-from trimtab.train.task import Share, Totals
+from trimtab.train.update import Share, Totals, accumulate
 
 RoleModel = tuple[PackedModel, Device, Sequence[AtWork]]
 """A model, where it is, and how it is run without gradients."""
@@ -123,23 +122,18 @@ class Trainer(ModelRole):
 
     def update(self, slices: Sequence[Slice], *, totals: Totals, step: int, **settings: Any) -> dict[str, float]:
         """One optimiser step over all passes of all processes, and its figures."""
-        figures: dict[str, Tensor] = {}
-        last = sum(len(part.samples) for part in slices) - 1
+        count = sum(len(part.samples) for part in slices)
+
+        def share(batch: TokenBatch) -> Share:
+            return self.share(batch.to(self.device.torch), totals, **settings)
+
         with memory_guard(taking_back(self.optimiser)):
-            for place, batch in enumerate(batches_of(slices)):
-                sync_gradients(self.model, place == last)
-                share = self.share(batch.to(self.device.torch), totals, **settings)
-                # A split model averages gradients over its processes; shares are meant to add up.
-                (share.loss * (batch.weight * self.mesh.gradients.size)).backward()
-                share.add_to(figures, batch.weight)
+            figures = accumulate(self.model, self.mesh, batches_of(slices), count, share)
             self.gather_gradients()
             found = self.mesh.data.add_up(figures)
+        report = self.optimiser.step(step, finite=math.isfinite(found["loss"]))
         found["learning_rate"] = self.optimiser.rate(step)
-        if math.isfinite(found["loss"]):
-            report = self.optimiser.step(step)
-            return found | {"grad_norm": report.grad_norm, "applied": float(report.applied)}
-        self.optimiser.clear_gradients()
-        return found | {"grad_norm": math.nan, "applied": 0.0}
+        return found | {"grad_norm": report.grad_norm, "applied": float(report.applied)}
 
     def gather_gradients(self) -> None:
         """For what is not split: a split model has done it in its last backward pass."""

@@ -48,7 +48,7 @@ from trimtab.train.rl.roles import (
 )
 from trimtab.train.rl.trainer import PolicyTrainer, fetched
 from trimtab.train.tail.measurements import BadWords, bad_tokens
-from trimtab.train.task import Share, Totals
+from trimtab.train.update import Share, Totals
 
 
 def policy_share(policy: Policy, batch: TokenBatch, totals: Totals) -> Share:

@@ -1,0 +1,70 @@
+"""One update: gradients of all micro-batches of a step add up, then the optimizer moves the weights once.
+
+Supervised jobs, RL trainers and `trimtab.Learner` accumulate here. A micro-batch gives its `Share` of the step's loss,
+already divided by counts over the whole step (`Totals`), so that how a step is cut into micro-batches, packed or dealt
+out to processes changes nothing but rounding. The Learner's shares are sums, which its `optim_step` divides.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.algos.group_rewards import answer_sums
+from trimtab.algos.supervised_losses import load_balancing_loss
+from trimtab.data.batches import TokenBatch
+from trimtab.distributed.fsdp import sync_gradients
+from trimtab.distributed.mesh import Mesh
+from trimtab.models.packed import PackedModel
+
+Totals = dict[str, float]
+"""Counts over the whole step, which means are taken over."""
+
+
+@dataclass
+class Share:
+    """One micro-batch's part of the step. Parts add up: the loss and every figure are already divided by totals."""
+
+    loss: Tensor
+    figures: dict[str, Any]  # without gradients
+
+    def add_to(self, sums: dict[str, Any], weight: float) -> None:
+        for name, value in self.figures.items():
+            sums[name] = sums.get(name, 0.0) + value * weight
+
+
+def accumulate(
+    model: PackedModel, mesh: Mesh, batches: Iterable[TokenBatch], count: int, share: Callable[[TokenBatch], Share]
+) -> dict[str, Any]:
+    """Add the gradients of `count` micro-batches to those that are there; comes back: the sums of their figures here.
+
+    Batches are taken one by one, after the backward pass of the one before. Where a model is split, gradients are
+    summed over its processes in the last backward pass.
+    """
+    figures: dict[str, Any] = {}
+    for place, batch in enumerate(batches, start=1):
+        sync_gradients(model, place == count)
+        found = share(batch)
+        # A split model averages gradients over its processes; shares are meant to add up.
+        (found.loss * (batch.weight * mesh.gradients.size)).backward()
+        found.add_to(figures, batch.weight)
+    return figures
+
+
+def balance_share(model: PackedModel, router_logits: Any, batch: TokenBatch, tokens: float) -> Tensor:
+    """The experts' load-balancing loss of a micro-batch, by its part of the step's `tokens`."""
+    balance = load_balancing_loss(router_logits, model.config.num_experts_per_tok, model.sum_over_row)
+    return balance * (batch.tokens / tokens)
+
+
+def sums_by_sequence(values_N: Tensor, batch: TokenBatch) -> Tensor:
+    """Sum of the trained tokens' values in every sequence [S]."""
+    return answer_sums(values_N, batch.owners_N, len(batch.spans))
+
+
+def counts_by_sequence(batch: TokenBatch) -> Tensor:
+    """Trained tokens in every sequence [S], as floats."""
+    owners_N = batch.owners_N
+    return sums_by_sequence(torch.ones(len(owners_N), device=owners_N.device), batch)  # a device need not be waited for
