@@ -10,8 +10,8 @@ import ray
 from tests.distributed.ray.test_placement import nodes
 from trimtab.config.jobs import PPOOptions
 from trimtab.distributed.ray import preflight as module
-from trimtab.distributed.ray.placement import Engines, Layout, Pool
-from trimtab.distributed.ray.preflight import Places, inspector, preflight
+from trimtab.distributed.ray.placement import Engines, Layout, Places, Pool
+from trimtab.distributed.ray.preflight import inspector, preflight
 from trimtab.errors import UserError
 from trimtab.train.rl.checks import places_of
 

@@ -5,6 +5,8 @@ A *pool* is a set of processes, a device each, that hold the same units. The pro
 their ranks go through the pools in order, then through the nodes of a pool, then through the bundles on a node. Every
 process that has a device gets a bundle of one placement group, and so does every engine that has its own devices.
 Without accelerators in the cluster, processes are counted instead of devices, so that every layout runs on CPUs too.
+
+This module does not import Ray: plans and checks need layouts without it.
 """
 
 import ipaddress
@@ -105,6 +107,15 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+@dataclass(frozen=True)
+class Places:
+    """What a run reads and writes: (option, local path) each."""
+
+    read: Sequence[tuple[str, str]]
+    written: Sequence[tuple[str, str]]  # by this process
+    shared: Sequence[tuple[str, str]]  # by several
+
+
 # Of a processor, what a process reserves: enough to be counted, and little enough to fit on any node.
 CPU_SHARE = 0.1
 _ROUNDING = 1e-6
@@ -193,7 +204,7 @@ def _choose_nodes(layout: Layout, nodes: Sequence[Node], emptiest: bool) -> dict
         for node in taken:
             devices[node.id] -= demand.devices
             cpus[node.id] -= cpu
-        chosen.setdefault(demand.pool and demand.pool.name, []).extend(taken)
+        chosen.setdefault(demand.pool.name if demand.pool else None, []).extend(taken)
     return chosen
 
 

