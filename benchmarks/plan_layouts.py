@@ -31,7 +31,7 @@ from trimtab.config.parse import parse
 from trimtab.distributed import device as devices
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.plan.hardware import GIB, Hardware
-from trimtab.plan.split.plan import share_of
+from trimtab.plan.planner import make_plan
 from trimtab.plan.workload import supposed
 from trimtab.train import supervised
 from trimtab.train.rl import trainer
@@ -103,7 +103,7 @@ def options_of(verb: str, folder: Path, words: str) -> Any:
 def planned(verb: str, folder: Path, words: str) -> tuple[int, list[str]]:
     options = options_of(verb, folder, words)
     hardware = Hardware("two processes", 64 * GIB, accelerator=False)
-    memory = share_of(options, hardware, supposed(options), 2).given()
+    memory = make_plan(options, hardware, supposed(options), 2, propose=False).memory
     parts = [f"{part.name} {part.size / 2**20:.0f} {part.phases}" for part in memory.parts if part.size]
     return memory.peak, parts
 

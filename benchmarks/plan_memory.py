@@ -38,7 +38,7 @@ from trimtab.models import load
 from trimtab.models.attention import NAME, register
 from trimtab.models.selfcheck import Verdict
 from trimtab.plan.hardware import of_device
-from trimtab.plan.plan import make_plan
+from trimtab.plan.planner import make_plan
 from trimtab.plan.workload import supposed
 from trimtab.train import supervised
 from trimtab.train.metrics import read_rows

@@ -1,7 +1,6 @@
 """How large passes are and how many layers recompute in them, where the plan may choose."""
 
 import dataclasses
-import functools
 import json
 import math
 
@@ -15,11 +14,11 @@ from trimtab.config.jobs import SFTOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
-from trimtab.plan.choosing import chosen_passes, enough_tokens, fewest_recomputed
-from trimtab.plan.hardware import NAMED
-from trimtab.plan.memory import FILL, MemoryModel
+from trimtab.plan.hardware import NAMED, Machines
+from trimtab.plan.memory import FILL, ProcessMemory
 from trimtab.plan.micro_batches import with_planned_passes
-from trimtab.plan.speed import ENOUGH, Clock, clock_of
+from trimtab.plan.planner import Planner, enough_tokens, fastest_micro_batches, fewest_recomputed, update_seconds
+from trimtab.plan.speed import ENOUGH, Clock
 from trimtab.plan.workload import Rows, Work
 
 LAYERS = 6
@@ -28,22 +27,21 @@ WORK = Work(Rows(0, 64), 2**22, 64)  # a step of many passes
 
 
 @pytest.fixture(scope="module")
-def memory(tmp_path_factory) -> MemoryModel:
+def memory(tmp_path_factory) -> ProcessMemory:
     folder = tmp_path_factory.mktemp("model")
     tiny_model("llama", num_hidden_layers=LAYERS).save_pretrained(folder)
-    found = MemoryModel(SFTOptions(pretrain=str(folder), **OPEN), NAMED["H200"], WORK)
-    found.at = functools.cache(found.at)
-    return found
+    options = SFTOptions(pretrain=str(folder), **OPEN)
+    return Planner(options, Machines(NAMED["H200"]), WORK, propose=True).bare_process()
 
 
-def clock_with(memory: MemoryModel, host: float) -> Clock:
+def clock_with(memory: ProcessMemory, host: float) -> Clock:
     """`host`: seconds a layer."""
-    clock = clock_of(memory)
+    clock = Clock(memory.options, Machines(memory.hardware), memory.work, memory.models)
     clock.rates = dataclasses.replace(clock.rates, host=host)
     return clock
 
 
-def leave(memory: MemoryModel, room: int) -> None:
+def leave(memory: ProcessMemory, room: int) -> None:
     memory.hardware = dataclasses.replace(memory.hardware, memory=math.ceil(room / FILL))
 
 
@@ -66,14 +64,14 @@ def test_smaller_passes_come_before_recomputation_until_they_are_slower(memory):
 
     def times(host: float) -> list[float]:
         clock = clock_with(memory, host)
-        return [clock.update(memory.trained["model"], WORK.tokens, 1, found) for found in (large, small)]
+        return [update_seconds(memory, clock, found) for found in (large, small)]
 
     slow, fast = times(host=0.0)
     assert slow > 1.05 * fast, "what is computed again costs"
     once, twice = times(host=1.0)
     assert twice == pytest.approx(2 * once, rel=0.01), "a pass takes as long whatever is in it"
     memory.work = dataclasses.replace(WORK, tokens=2048)
-    by_host, by_device = (chosen_passes(memory, clock_with(memory, host), None) for host in (1.0, 0.0))
+    by_host, by_device = (fastest_micro_batches(memory, clock_with(memory, host), None) for host in (1.0, 0.0))
     memory.work = WORK
     assert by_host.fits(memory.room) and by_host.tokens > by_device.tokens and by_host.recomputed > 0
     assert by_device.fits(memory.room) and by_device.recomputed == 0 and by_device.tokens > 450
@@ -84,10 +82,10 @@ def test_a_pass_has_as_many_tokens_as_make_it_fast_however_large_the_device_is(m
     for gib in (100, 1000):
         memory.hardware = dataclasses.replace(NAMED["H200"], memory=gib * 2**30)
         clock = clock_with(memory, host=2e-4)
-        found.append(chosen_passes(memory, clock, None))
+        found.append(fastest_micro_batches(memory, clock, None))
     assert found[0].recomputed == found[1].recomputed == 0
     assert found[0].tokens == found[1].tokens == enough_tokens(memory, clock) < WORK.tokens
-    trained = memory.trained["model"]
+    trained = memory.models[0]
     token, whole = clock.one_pass(trained, found[0].tokens, 0) / found[0].tokens, clock.training(trained, 0)
     assert whole < token <= ENOUGH * whole
     assert clock.one_pass(trained, found[0].tokens // 4, 0) / (found[0].tokens // 4) > 1.5 * token
@@ -126,7 +124,7 @@ def train(place, name: str, *words: str) -> list[float]:
 def test_a_run_that_leaves_it_open_says_how_many_layers_recompute_and_learns_the_same(place, monkeypatch, capsys):
     auto = ("--gradient_checkpointing", "--gradient_checkpointing_layers", "auto")
     plain = train(place, "plain")
-    monkeypatch.setattr(MemoryModel, "room", property(lambda self: self.at(10**6, 2).peak))
+    monkeypatch.setattr(ProcessMemory, "room", property(lambda self: self.at(10**6, 2).peak))
     assert train(place, "tight", *auto) == plain
     said = capsys.readouterr().out
     options = yaml.safe_load((place / "tight/options.yaml").read_text())

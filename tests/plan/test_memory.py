@@ -9,8 +9,9 @@ from tests.tiny import tiny_model
 from trimtab.config.jobs import DPOOptions, GRPOOptions, PPOOptions, SFTOptions
 from trimtab.models.policy import Policy
 from trimtab.plan.hardware import GIB, NAMED, Hardware
-from trimtab.plan.memory import FILL, Memory, MemoryModel, Part, largest
-from trimtab.plan.plan import make_plan
+from trimtab.plan.memory import FILL, Memory, Part
+from trimtab.plan.planner import largest, make_plan
+from trimtab.plan.printer import lines
 from trimtab.plan.speed import PLAIN
 from trimtab.plan.workload import supposed
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -26,8 +27,13 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-def sizes(options, hardware=NAMED["H200"], tokens=64) -> dict[str, int]:
-    return {part.name: part.size for part in MemoryModel(options, hardware, supposed(options)).at(tokens).parts}
+def parts(options) -> list[Part]:
+    """On one device, in micro-batches of 64 tokens."""
+    return make_plan(options, NAMED["H200"], supposed(options), propose=True).shown.first[0].at(64).parts
+
+
+def sizes(options) -> dict[str, int]:
+    return {part.name: part.size for part in parts(options)}
 
 
 def test_each_job_has_its_parts(model):
@@ -62,9 +68,9 @@ def test_lora_needs_no_reference_and_little_optimiser_state(model):
 
 def test_an_offloaded_optimiser_and_reference_are_not_on_the_accelerator(model):
     options = DPOOptions(pretrain=model, bf16=True, max_len=32, adam_offload=True, ref_offload=True)
-    memory = MemoryModel(options, NAMED["H200"], supposed(options)).at(64)
-    assert not any("Adam" in part.name or "masters" in part.name for part in memory.parts)
-    assert [part.phases for part in memory.parts if part.name.startswith("reference")] == [("scoring",)]
+    found = parts(options)
+    assert not any("Adam" in part.name or "masters" in part.name for part in found)
+    assert [part.phases for part in found if part.name.startswith("reference")] == [("scoring",)]
 
 
 def test_keys_and_values_are_those_that_the_engine_takes(model):
@@ -90,7 +96,9 @@ def test_the_proposal_is_no_larger_than_a_step_and_no_smaller_than_a_sample(mode
     nothing = dataclasses.replace(SMALL, memory=2**16)
     plan = make_plan(options, nothing, work, propose=True)
     assert plan.memory.tokens == 64 and not plan.fits
-    assert any("does not fit" in line and "--gradient_checkpointing" in line for line in plan.lines())
+    assert any("does not fit" in line and "no flag makes it fit" in line for line in lines(plan, "it"))
+    small = make_plan(options, dataclasses.replace(SMALL, memory=600 * 2**10), work, propose=False)
+    assert any("does not fit" in line and "--gradient_checkpointing" in line for line in lines(small, "it"))
 
 
 @pytest.mark.parametrize("room", [100, 1000, 5000, 50_000])
@@ -116,4 +124,4 @@ def test_times_follow_the_arithmetic(model):
 def test_an_unknown_accelerator_gets_no_time(model):
     options = SFTOptions(pretrain=model, bf16=True, max_len=32)
     plan = make_plan(options, Hardware("unheard of", GIB), supposed(options), propose=True)
-    assert plan.time is None and not any("assumed" in line for line in plan.lines())
+    assert plan.time is None and not any("assumed" in line for line in lines(plan, "it"))

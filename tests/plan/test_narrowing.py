@@ -12,7 +12,7 @@ from trimtab.errors import UserError
 from trimtab.models.lora import add_adapters
 from trimtab.models.parallel.tensor_parallel import apply_tensor_parallel
 from trimtab.models.policy import Policy
-from trimtab.plan.fake_model import Pretended, narrow
+from trimtab.plan.fake_model import FakeModel, narrow
 from trimtab.plan.workload import Rows
 
 
@@ -47,7 +47,7 @@ def test_inner_activations_are_cut_and_the_residual_stream_is_not(family):
         model = skeleton(family)
         if parts > 1:
             narrow(model, parts)
-        kept.append(Pretended(model, options, accelerator=True).training_pass(rows, 1024).kept)
+        kept.append(FakeModel(model, options, accelerator=True).training_pass(rows, 1024).kept)
     assert kept[0] > kept[1] > kept[2]
     assert kept[0] - kept[1] == pytest.approx(2 * (kept[1] - kept[2]), rel=0.1)
     assert kept[2] > 0.3 * kept[0]

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.run import guarded
@@ -19,9 +19,6 @@ from trimtab.config.parse import parse
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
-
-if TYPE_CHECKING:
-    from trimtab.plan.hardware import Machines
 
 Planned = SupervisedOptions | RLOptions
 _MODELS = ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "teacher_model")
@@ -76,49 +73,35 @@ def _with_shapes(options: Planned, folder: Path) -> Planned:
     changes: dict[str, Any] = {}
     for name in _MODELS:
         named = listed(getattr(options, name, None))
-        if any(model in workload.NAMES for model in named):
-            found = [workload.written(m, folder) if m in workload.NAMES and not Path(m).exists() else m for m in named]
+        if any(model in workload.SIZES for model in named):
+            found = [
+                workload.write_config(m, folder) if m in workload.SIZES and not Path(m).exists() else m for m in named
+            ]
             changes[name] = ",".join(found)
     return dataclasses.replace(options, **changes)
 
 
 def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustered: bool) -> None:
+    from trimtab.config.groups import PASS_SIZES
     from trimtab.distributed.device import find_device
     from trimtab.models.pretrained import quiet_transformers
-    from trimtab.plan.hardware import named
+    from trimtab.plan.hardware import Machines, named, shared
+    from trimtab.plan.planner import make_plan, plan_layouts
+    from trimtab.plan.printer import lines
+    from trimtab.plan.workload import supposed
 
     quiet_transformers()
     hardware = named(own.on, find_device(), own.device_memory)
     with trusting(options.trust_remote_code):
         if clustered:
-            from trimtab.plan.hardware import Machines
-
-            machines = Machines(hardware, own.nodes or 1, own.gpus or 8, own.network * 1e9)
-            told = _on_machines(options, machines, typed.pretrain)
-        elif options.nproc > 1:
-            from trimtab.plan.split.launcher import lines
-
-            told = lines(typed, options, hardware)
+            made = plan_layouts(options, Machines(hardware, own.nodes or 1, own.gpus or 8, own.network * 1e9))
         else:
-            from trimtab.plan.plan import make_plan
-            from trimtab.plan.workload import supposed
-
-            made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
-            told = dataclasses.replace(made, options=typed).lines()
+            several = options.nproc > 1
+            propose = not options.given & PASS_SIZES if several else options.fit_memory is not False
+            here = shared(hardware, options.nproc)
+            made = make_plan(options, here, supposed(options), options.nproc, propose=propose)
+        told = lines(made, typed.pretrain)
     print("\n".join(told))
-
-
-def _on_machines(options: Planned, machines: "Machines", pretrain: str) -> list[str]:
-    """Layouts, and which of them to take: of all roles in RL, of the one model that is trained elsewhere."""
-    if isinstance(options, RLOptions):
-        from trimtab.plan.cluster.plan import plan_cluster
-        from trimtab.plan.cluster.telling import lines
-
-        return lines(plan_cluster(options, machines), pretrain)
-    from trimtab.plan.split.plan import plan_split
-    from trimtab.plan.split.telling import lines as split_lines
-
-    return split_lines(plan_split(options, machines), pretrain)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What a training job will need before it is started: memory by part, the size of its passes, the time of a step.
+"""What a training job will need before it is started: memory by part, size of its micro-batches, time of a step.
 
-The memory of a pass is not computed from a formula for each architecture. The pass itself is run, forwards and
-backwards, on tensors without contents (pretended.py), and the bytes that are alive are counted (live.py).
+One cost model: a device is a pool of one process, a split job is one pool, a cluster has several. `fake_model` runs
+passes on fake tensors and counts live bytes, `memory` adds up what a process holds, `speed` what a step takes.
 """

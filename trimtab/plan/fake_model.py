@@ -1,13 +1,19 @@
-"""Bytes that are alive while something is computed: what an allocator would have handed out, at each moment.
+"""Models without contents, whose passes are run for the memory they take: any size, in a second, on any machine.
 
-Every operation's results are looked at, and a storage counts from then until nobody holds it. What a kernel takes
-and returns inside one call (workspaces of matrix products, partial sums of attention) is not seen.
+The memory of a pass is not a formula for each architecture: the pass itself is run, forwards and backwards, on fake
+tensors, and live bytes are counted. A fake accelerator is torch's meta device, on which packed attention and the
+chunked head take the accelerator's path; a fake CPU is torch's fake mode, in which they take the CPU's.
+
+A pass of many equal layers follows from two short copies of the model, of one layer and of two. What a forward pass
+keeps grows by the same amount with every layer; what is alive besides, at its peak, is one layer's or the head's.
 """
 
 import contextlib
+import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -28,7 +34,9 @@ from trimtab.models.activation_memory import (
 from trimtab.models.attention import NAME as ATTENTION
 from trimtab.models.attention import register
 from trimtab.models.load import TrainedModelOptions
+from trimtab.models.lora import refuse_adapted_experts
 from trimtab.models.packed import PackedModel, cast_parameters, scoring
+from trimtab.models.parallel.sharded_model import decoder_layers
 from trimtab.models.parallel.tensor_parallel import (
     FAMILIES,
     KeyValueLinear,
@@ -39,11 +47,15 @@ from trimtab.models.parallel.tensor_parallel import (
     key_value_heads_used,
     style_of,
 )
-from trimtab.plan.workload import Rows
+from trimtab.models.policy import Policy
+from trimtab.plan.workload import JobModel, Rows, job_models
+from trimtab.rollout.factory import EngineMemory
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, `now` and `peak` count what has come into being since it was entered, without `known` tensors."""
+    """Counts the bytes that operations inside have allocated and that are still alive, without `known` tensors: `now`
+    and at the `peak`. What a kernel takes and returns inside one call (workspaces of matrix products, partial sums of
+    attention) is not seen."""
 
     def __init__(self, known: Iterable[Tensor] = ()):
         super().__init__()
@@ -71,48 +83,14 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-# ---- experts of a mixture: which expert a token goes to follows from contents, and here are none: every expert
-# gets as many tokens. What is kept is what Hugging Face's grouped products keep.
-
-
-NAME = "trimtab_even"
-
-
-def deal_evenly(model: nn.Module) -> None:
-    """Let the experts of a skeleton run without a look at the routing, if it has any."""
-    if not any(hasattr(module, "gate_up_proj") and hasattr(module, "has_gate") for module in model.modules()):
-        return
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    if NAME not in ALL_EXPERTS_FUNCTIONS:
-        ALL_EXPERTS_FUNCTIONS.register(NAME, _even_experts)
-    model.set_experts_implementation(NAME)
-
-
-def _even_experts(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """E experts, each with as many rows of the T x K that were chosen."""
-    tokens, most = chosen_TK.shape
-    number = experts.gate_up_proj.shape[0]
-    order = chosen_TK.new_empty(-(-tokens * most // number) * number)
-    rows_ERD = hidden_TD[order].view(number, -1, hidden_TD.shape[-1])
-    inner = experts._apply_gate(torch.bmm(rows_ERD, experts.gate_up_proj.transpose(1, 2)))
-    out = torch.bmm(inner, experts.down_proj.transpose(1, 2)).flatten(0, 1)
-    weighted = out * weights_TK.reshape(-1)[order][:, None]
-    return weighted[order[: tokens * most]].view(tokens, most, -1).sum(1).to(hidden_TD.dtype)
-
-
-# ---- a model without contents. A fake accelerator is the meta device, on which packed attention and the chunked head
-# go the way they go on an accelerator. A fake CPU is torch's fake mode, in which they go the CPU's way.
-
-
-class PretendedMainMemory(ActivationOffload):
-    """What goes there takes no room here."""
+class FakeActivationOffload(ActivationOffload):
+    """Takes offloaded activations without a copy."""
 
     def _send_away(self, tensor: Tensor, before: OffloadedTensor | None) -> OffloadedTensor:
-        return PretendedKept(tensor, before)
+        return FakeOffloadedTensor(tensor, before)
 
 
-class PretendedKept(OffloadedTensor):
+class FakeOffloadedTensor(OffloadedTensor):
     def __init__(self, tensor: Tensor, before: OffloadedTensor | None):
         self.device, self.stream, self.before = tensor.device, None, before
         self._back, self._shape = None, (tensor.shape, tensor.dtype)
@@ -130,15 +108,14 @@ class PassBytes:
     """The most that is alive at once, activations included; weights and gradient sums are not."""
 
 
-class Pretended:
+class FakeModel:
     def __init__(self, model: PackedModel, options: TrainedModelOptions, *, accelerator: bool, frozen: bool = False):
-        """`model`: a skeleton, which becomes this one's own; `frozen`: it only scores."""
+        """`model`: a skeleton, which is changed in place; `frozen`: it only scores."""
         self.mode = contextlib.nullcontext() if accelerator else FakeTensorMode()
         self.device = torch.device("meta" if accelerator else "cpu")
         self.model, self.options = model, options
         self._sums: dict[str, Tensor] = {}
         self._hooked: set[str] = set()
-        self._scored: dict[tuple[Rows, int], int] = {}
         model.config.pad_token_id = None  # else a model may look for it among the tokens, to warn
         register()
         model.inner.set_attn_implementation(ATTENTION)
@@ -147,38 +124,32 @@ class Pretended:
             model.requires_grad_(False)
         with self.mode:
             if not accelerator:
-                _hollow(model)
+                _make_fake(model)
             cast_parameters(model, torch.bfloat16 if options.bf16 else torch.float32)  # whatever its files hold
         if not frozen:
             enable_gradient_checkpointing(model, options)
-        if not frozen and options.offload_activations and accelerator:
-            model.activations = PretendedMainMemory(model)
-
-    def weights(self) -> int:
-        return sum(p.nbytes for p in self.model.parameters())
-
-    def trained(self) -> int:
-        """Parameters that are trained."""
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
-    def masters(self) -> int:
-        return sum(4 * p.numel() for p in self._trained() if p.dtype != torch.float32)
-
-    def gradient_sums(self) -> int:
-        return self.trained() * GRADIENT_DTYPES[self.options.grad_accum_dtype].itemsize
-
-    def _trained(self) -> Iterator[nn.Parameter]:
-        return (p for p in self.model.parameters() if p.requires_grad)
+        offloads = not frozen and options.offload_activations and accelerator
+        self._main_memory = FakeActivationOffload(model) if offloads else None
 
     @property
     def layers(self) -> int:
         return len(layers_of(self.model.inner))
 
+    @property
+    def recomputing_layers(self) -> int:
+        """How many the options ask for; where a plan may choose it, all."""
+        number = self.options.gradient_checkpointing_layers
+        if not self.options.gradient_checkpointing:
+            return 0
+        return number if isinstance(number, int) else self.layers
+
     def training_pass(self, rows: Rows, tokens: int, recomputed: int | None = None) -> PassBytes:
-        """A micro-batch after the first of a step: the gradient sums are there already. `recomputed`: how many of the
-        layers recompute, if it is not the options that say it."""
-        if recomputed is not None:
+        """A micro-batch after the first of a step, with gradient sums of the first. `recomputed`: how many layers
+        recompute, if not as many as the options ask for; of layers that do, activations may be offloaded."""
+        recomputed = self.recomputing_layers if recomputed is None else recomputed
+        if self.options.gradient_checkpointing:
             set_checkpointed_layers(self.model.inner, recomputed)
+        self.model.activations = self._main_memory if recomputed else None
         with self.mode:
             known = [*self.model.parameters(), *self.model.buffers(), *self._gradient_sums()]
             batch = self._batch(rows, tokens)
@@ -187,33 +158,20 @@ class Pretended:
                 value = self._value(batch)
                 kept = live.now
                 value.backward()
-            self._clear_gradients()
+            self._sums.clear()
+            for parameter in self._trained():
+                parameter.grad = None
         return PassBytes(kept, live.peak)
 
-    def plain_pass(self, rows: Rows, tokens: int) -> PassBytes:
-        """The same where no layer recomputes."""
-        layers = layers_of(self.model.inner) if self.options.gradient_checkpointing else []
-        asked = [layer.gradient_checkpointing for layer in layers]
-        for layer in layers:
-            layer.gradient_checkpointing = False
-        try:
-            return self.training_pass(rows, tokens)
-        finally:
-            for layer, recomputes in zip(layers, asked, strict=True):
-                layer.gradient_checkpointing = recomputes
-
     def scoring_pass(self, rows: Rows, tokens: int) -> int:
-        """Counted once for a size, since it is the same however many layers recompute in training."""
-        if (rows, tokens) not in self._scored:
-            self._scored[rows, tokens] = self._scoring_pass(rows, tokens)
-        return self._scored[rows, tokens]
-
-    def _scoring_pass(self, rows: Rows, tokens: int) -> int:
         with self.mode, scoring(self.model):
             batch = self._batch(rows, tokens)
             with LiveBytes([*self.model.parameters(), *self.model.buffers()]) as live:
                 self._value(batch)
         return live.peak
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (p for p in self.model.parameters() if p.requires_grad)
 
     def _batch(self, rows: Rows, tokens: int) -> TokenBatch:
         return TokenBatch.of(*rows.examples(tokens)).to(self.device)
@@ -239,13 +197,8 @@ class Pretended:
             self._sums[name] = torch.empty_like(parameter, dtype=dtype)
         return [*(p.grad for p in self._trained() if p.grad is not None), *self._sums.values()]
 
-    def _clear_gradients(self) -> None:
-        self._sums.clear()
-        for parameter in self._trained():
-            parameter.grad = None
 
-
-def _hollow(model: nn.Module) -> None:
+def _make_fake(model: nn.Module) -> None:
     """Give every tensor of a skeleton a place on the CPU of the current fake mode; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -261,12 +214,220 @@ def _hollow(model: nn.Module) -> None:
                 tensors[name] = made[id(tensor)]
 
 
-# ---- a skeleton as narrow as what one process of a tensor-parallel model works with: its heads, its part of the
-# feed-forward width, of every expert's and of the vocabulary. The residual stream keeps its width.
+# ---- a model of a plan
+
+
+class PlannedModel:
+    """A model of a job, or what one process of a tensor-parallel group has of it: its sizes, and the bytes of its
+    passes, each measured once."""
+
+    def __init__(
+        self,
+        options: TrainedModelOptions,
+        rows: Rows,
+        found: JobModel,
+        spare: Callable[[], PackedModel],
+        *,
+        tensor: int = 1,
+        accelerator: bool = True,
+    ):
+        """`spare`: makes a second skeleton of the model, which is shortened where passes are measured."""
+        self.name, self.role, self.trained = found.name, found.role, found.trained
+        self.offload, self.pass_tokens, self.rows, self.tensor = found.offload, found.pass_tokens, rows, tensor
+        self._spare, self._options, self._accelerator = spare, options, accelerator
+        self._passes: dict[tuple[int, int | None], Any] = {}
+        self.whole = self._fake(found.skeleton)
+        self._layers = decoder_layers(found.skeleton)
+
+    def _fake(self, skeleton: PackedModel) -> FakeModel:
+        if self.tensor > 1:
+            narrow(skeleton, self.tensor)
+        return FakeModel(skeleton, self._options, accelerator=self._accelerator, frozen=not self.trained)
+
+    @cached_property
+    def _measured(self) -> list[FakeModel]:
+        """The models whose passes are run: of one and of two layers, or the whole one where layers differ."""
+        shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in self._layers]
+        if len(shapes) <= 2 or any(found != shapes[0] for found in shapes):
+            return [self.whole]
+        shorten(two := self._spare(), 2)
+        shorten(one := copy.deepcopy(two), 1)
+        return [self._fake(one), self._fake(two)]
+
+    # ---- sizes
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of the working weights."""
+        return sum(p.nbytes for p in self.whole.model.parameters())
+
+    @cached_property
+    def learnt(self) -> int:
+        """Trained parameters."""
+        return _learnt(self.whole.model)
+
+    @cached_property
+    def frozen_weights(self) -> int:
+        return sum(p.nbytes for p in self.whole.model.parameters() if not p.requires_grad)
+
+    @cached_property
+    def layer_weights(self) -> int:
+        """Bytes of the largest layer."""
+        return max((sum(p.nbytes for p in layer.parameters()) for layer in self._layers), default=0)
+
+    @cached_property
+    def root_weights(self) -> int:
+        """Bytes of what belongs to no layer: embedding and head."""
+        return self.weights - sum(p.nbytes for layer in self._layers for p in layer.parameters())
+
+    @cached_property
+    def learnt_layer(self) -> int:
+        """Trained parameters of the layer that has most."""
+        return max((_learnt(layer) for layer in self._layers), default=0)
+
+    @cached_property
+    def learnt_root(self) -> int:
+        return self.learnt - sum(_learnt(layer) for layer in self._layers)
+
+    @cached_property
+    def multiplied(self) -> float:
+        """Weights that a token's matrix products take: all but an embedding that is no head as well, and of experts
+        those that a token goes to."""
+        inner = self.whole.model.inner
+        embedding, head = inner.get_input_embeddings().weight, inner.get_output_embeddings()
+        tied = head is not None and head.weight is embedding
+        every = sum(p.numel() for p in inner.parameters()) - (0 if tied else embedding.numel())
+        experts = [p for name, p in inner.named_parameters() if ".experts." in name and p.ndim == 3]
+        return every - sum(p.numel() * (1 - self.config.num_experts_per_tok / p.shape[0]) for p in experts)
+
+    @cached_property
+    def config(self) -> Any:
+        return self.whole.model.config.get_text_config()
+
+    @property
+    def size(self) -> int:
+        """Layers x width, of the whole model."""
+        return self.config.hidden_size * self.config.num_hidden_layers
+
+    @cached_property
+    def token_keys(self) -> int:
+        """Bytes of a token's keys in one layer and one head."""
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        return width * next(self.whole.model.parameters()).element_size()
+
+    @cached_property
+    def key_heads(self) -> int:
+        """Heads of keys and values; of a tensor-parallel layer those of one process."""
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        return max(1, heads // self.tensor)
+
+    def engine_memory(self, tokens: int | None = None) -> EngineMemory:
+        """`tokens`: size of the KV cache, if the options say it."""
+        assert isinstance(self.whole.model, Policy)
+        with self.whole.mode:
+            return EngineMemory(self.whole.model, tokens)
+
+    @cached_property
+    def kv_token_bytes(self) -> int:
+        return self.engine_memory().token_bytes
+
+    # ---- passes
+
+    @property
+    def layers(self) -> int:
+        return self.whole.layers
+
+    def scoring_bytes(self, tokens: int) -> int:
+        """Without gradients no layer's activations are kept: a short model's pass takes what the whole one's takes."""
+        if (tokens, None) not in self._passes:
+            self._passes[tokens, None] = self._measured[-1].scoring_pass(self.rows, tokens)
+        return self._passes[tokens, None]
+
+    def training_bytes(self, tokens: int, recomputed: int | None = None) -> PassBytes:
+        """`recomputed`: how many layers recompute, if not as many as the options ask for."""
+        recomputed = self.whole.recomputing_layers if recomputed is None else recomputed
+        if (tokens, recomputed) not in self._passes:
+            self._passes[tokens, recomputed] = self._training_bytes(tokens, recomputed)
+        return self._passes[tokens, recomputed]
+
+    def _training_bytes(self, tokens: int, recomputed: int) -> PassBytes:
+        if self._measured == [self.whole]:
+            return self.whole.training_pass(self.rows, tokens, recomputed)
+        layers = self.layers
+        if 0 < recomputed < layers:
+            none, every = self.training_bytes(tokens, 0), self.training_bytes(tokens, layers)
+            kept = none.kept + (every.kept - none.kept) * recomputed // layers
+            return PassBytes(kept, kept + max(none.peak - none.kept, every.peak - every.kept))
+        one, two = (
+            model.training_pass(self.rows, tokens, model.layers if recomputed else 0) for model in self._measured
+        )
+        kept = two.kept + (two.kept - one.kept) * (layers - 2)
+        return PassBytes(kept, kept + max(one.peak - one.kept, two.peak - two.kept))
+
+
+def planned_models(
+    options: TrainedModelOptions, rows: Rows, *, tensor: int = 1, accelerator: bool = True
+) -> list[PlannedModel]:
+    """The trained ones first. A UserError: one of them cannot be cut into `tensor` parts."""
+    found = job_models(options)
+    for model in found if options.lora_rank > 0 else []:
+        refuse_adapted_experts(model.skeleton)
+    again = cache(lambda: job_models(options))
+    spares = [partial(lambda number: again()[number].skeleton, number) for number in range(len(found))]
+    return [
+        PlannedModel(options, rows, model, spare, tensor=tensor, accelerator=accelerator)
+        for model, spare in zip(found, spares)
+    ]
+
+
+def shorten(model: PackedModel, layers: int) -> None:
+    """Leave only the first layers of a model."""
+    names = set(model.inner._no_split_modules or ())
+    for module in model.inner.modules():
+        if isinstance(module, nn.ModuleList) and {type(child).__name__ for child in module} <= names:
+            del module[layers:]
+    model.config.get_text_config().num_hidden_layers = layers
+
+
+def _learnt(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+# ---- experts, and tensor-parallel parts
+
+
+EVEN_EXPERTS = "trimtab_even"
+
+
+def deal_evenly(model: nn.Module) -> None:
+    """Let the experts of a skeleton, if it has any, run without routing: which expert a token goes to follows from
+    contents, and here are none, so every expert gets as many tokens."""
+    if not any(hasattr(module, "gate_up_proj") and hasattr(module, "has_gate") for module in model.modules()):
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if EVEN_EXPERTS not in ALL_EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register(EVEN_EXPERTS, _even_experts)
+    model.set_experts_implementation(EVEN_EXPERTS)
+
+
+def _even_experts(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """E experts, each with as many rows of the T x K that were chosen; what is kept is what Hugging Face's grouped
+    products keep."""
+    tokens, most = chosen_TK.shape
+    number = experts.gate_up_proj.shape[0]
+    order = chosen_TK.new_empty(-(-tokens * most // number) * number)
+    rows_ERD = hidden_TD[order].view(number, -1, hidden_TD.shape[-1])
+    inner = experts._apply_gate(torch.bmm(rows_ERD, experts.gate_up_proj.transpose(1, 2)))
+    out = torch.bmm(inner, experts.down_proj.transpose(1, 2)).flatten(0, 1)
+    weighted = out * weights_TK.reshape(-1)[order][:, None]
+    return weighted[order[: tokens * most]].view(tokens, most, -1).sum(1).to(hidden_TD.dtype)
 
 
 def narrow(model: PackedModel, parts: int) -> None:
-    """In place, and only the shapes: contents there are none. A UserError: it cannot be cut so."""
+    """Leave a skeleton the shapes that one process of a tensor-parallel model works with: its heads, its part of the
+    feed-forward width, of every expert's and of the vocabulary. The residual stream keeps its width. A UserError: the
+    model cannot be cut so."""
     config = model.config
     check_tensor_parallel(config, parts, f"--ds_tensor_parallel_size {parts}")
     ways, made = FAMILIES[config.model_type], _Narrower(parts)

@@ -1,4 +1,4 @@
-"""What a plan has to know of a machine: memory, arithmetic and the way to memory, of this one or of one by name."""
+"""Memory and speed of devices, from data sheets or of this machine, and of the links between them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,11 +9,13 @@ from trimtab.distributed.device import Device, total_memory
 from trimtab.errors import UserError
 
 GIB = 2**30
+LINK_SHARE = 0.7  # of a link's speed that a collective reaches
+MAIN_MEMORY = 25e9  # bytes a second that one process reads and writes where the optimizer is in main memory
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Figures of the data sheets: dense matrix products in bf16 and in fp32, bytes a second to its memory."""
+    """Figures of a data sheet: dense matrix products in bf16 and fp32, bytes a second to its memory."""
 
     name: str
     memory: int
@@ -86,32 +88,25 @@ def of_device(device: Device) -> Hardware:
 
 
 def shared(hardware: Hardware, processes: int) -> Hardware:
-    """What one of so many processes has: a device of its own, or a part of main memory."""
+    """What one of `processes` has: a device of its own, or a part of main memory."""
     return hardware if hardware.accelerator else replace(hardware, memory=hardware.memory // processes)
-
-
-# ---- The machines of a cluster, as far as a plan must know them, and how fast bytes go between their devices.
-
-
-LINK_SHARE = 0.7  # of a link's speed that a collective reaches
-MAIN_MEMORY = 25e9  # bytes a second that one process reads and writes where the optimiser is in main memory
 
 
 @dataclass(frozen=True)
 class Machines:
+    """`nodes` machines with `gpus` devices each, and how fast bytes go between them. One device is one machine."""
+
     hardware: Hardware
-    nodes: int
-    gpus: int
-    """Devices of each machine."""
-    network: float
+    nodes: int = 1
+    gpus: int = 1
+    network: float = math.inf
     """Bytes a second in and out of a machine, all its cards together."""
 
-    def __post_init__(self) -> None:
-        hardware = self.hardware
-        if not hardware.accelerator:
+    def require_links(self) -> None:
+        if not self.hardware.accelerator:
             raise UserError("--nodes and --gpus plan accelerators: name one with --on, for example --on A100-80G")
-        if hardware.link is None or hardware.bandwidth is None:
-            raise UserError(f"{hardware.name}: how fast it is is not known; name another device with --on")
+        if self.hardware.link is None or self.hardware.bandwidth is None:
+            raise UserError(f"{self.hardware.name}: how fast it is is not known; name another device with --on")
 
     @property
     def devices(self) -> int:
@@ -119,34 +114,23 @@ class Machines:
 
     def within(self) -> float:
         """Bytes a second between devices of one machine."""
-        assert self.hardware.link is not None
-        return LINK_SHARE * self.hardware.link
+        return LINK_SHARE * (self.hardware.link or math.inf)
 
     def between(self) -> float:
         """Bytes a second that one device sends to another machine, over its share of the cards."""
         return LINK_SHARE * self.network / self.gpus
 
-    def collective(self, devices: int, stride: int = 1) -> float:
-        """Bytes a second through each device of so many that gather or sum together, machine by machine in a ring: the
-        slower of what devices and machines pass on. `stride` n: only every n-th device is in the ring, and the
-        others have rings of their own at the same time."""
-        if devices * stride <= self.gpus:
-            return self.within()
-        return min(self.within(), LINK_SHARE * self.network / min(stride, self.gpus))
-
     def gathering(self, size: float, devices: int, stride: int = 1) -> float:
-        """Seconds in which each of the devices gets all of a model that is split over them; as many as it takes to add
-        gradients up and split them."""
-        return size * (devices - 1) / devices / self.collective(devices, stride) if devices > 1 else 0.0
+        """Seconds of an all-gather or reduce-scatter of `size` bytes over `devices`, in a ring that goes machine by
+        machine: the slower of what devices and machines pass on. `stride` n: only every n-th device is in the ring,
+        and the others have rings of their own at the same time."""
+        if devices == 1:
+            return 0.0
+        rate = self.within()
+        if devices * stride > self.gpus:
+            rate = min(rate, LINK_SHARE * self.network / min(stride, self.gpus))
+        return size * (devices - 1) / devices / rate
 
     def moving(self, size: float) -> float:
-        """Seconds in which each device moves so much to main memory, or back."""
+        """Seconds in which each device moves `size` bytes to main memory, or back."""
         return size / (LINK_SHARE * self.hardware.host_link)
-
-    def in_words(self) -> str:
-        hardware = self.hardware
-        assert hardware.link is not None
-        return (
-            f"{LINK_SHARE:.0%} used of {hardware.link / 1e9:g} GB/s between devices of a machine, "
-            f"{self.network / 1e9:g} GB/s in and out of a machine, {hardware.host_link / 1e9:g} GB/s to main memory"
-        )

@@ -1,11 +1,68 @@
-"""The layout that the options of a run with --ray ask for (config/placement has them)."""
+"""How a job is laid out: over how many processes each model is split, and which models share devices.
 
-from collections.abc import Sequence
+One device is a split over one process; a supervised job on machines is one pool of processes; an RL job on a cluster
+has a pool for every group of models that share devices, and engines. `layout_of` is the layout that the options of a
+run ask for; the candidates are those that a plan compares.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trimtab.config.rl_jobs import RLOptions
+from trimtab.config.sharding import ShardingOptions
 from trimtab.distributed.ray.placement import FLAGS, Engines, Layout, Pool
 from trimtab.errors import UserError
+from trimtab.models.load import TrainedModelOptions
+from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
+from trimtab.plan.hardware import Machines
+from trimtab.plan.workload import Work
+
+SPLITTING = (  # the options by which a plan splits a model, where the options leave them open
+    *("zero_stage", "shard_size", "ds_tensor_parallel_size", "ring_attn_size"),
+    *("gradient_checkpointing", "offload_activations", "adam_offload"),
+)
+SHORTEST = 1024  # tokens of a row that a process should have at least: shorter ones wait for each other
+MOST_CONTEXT = 16
+UNITS = ("actor", "reference", "teacher", "critic", "reward")
+HYBRID, PAIRS, APART, BUILTIN = "hybrid", "pairs", "apart", "built-in engine"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is split over the processes of its pool: the sizes of its mesh."""
+
+    processes: int
+    replicate: int
+    context: int
+    tensor: int
+    neighbours: int
+    """That keep weights between a forward and its backward pass (--zpg)."""
+    zero_stage: int
+
+    @classmethod
+    def of(cls, options: ShardingOptions, processes: int) -> "Split":
+        """A UserError: the options cannot be met by this many."""
+        return cls(processes, **options.mesh_sizes(processes), zero_stage=options.zero_stage)
+
+    @property
+    def data(self) -> int:
+        """Processes, or groups of them, with different samples."""
+        return self.processes // (self.context * self.tensor)
+
+    @property
+    def parts(self) -> int:
+        """Over how many processes parameters, gradients and moments are split."""
+        return self.processes // (self.replicate * self.tensor)
+
+    def __str__(self) -> str:
+        sizes = {"replicate": self.replicate, "parameters": self.parts // self.context}
+        sizes |= {"context": self.context, "tensor": self.tensor}
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+
+
+# ---- the layout of a run's options (config/placement has them)
 
 
 @dataclass(frozen=True)
@@ -96,3 +153,134 @@ def _engines(options: RLOptions, policy: Pool) -> Engines | None:
             "raise --actor_num_gpus_per_node"
         )
     return Engines(number, size, policy.name)
+
+
+# ---- candidates of a model that is split over all devices
+
+
+def split_candidates(
+    options: TrainedModelOptions, machines: Machines, work: Work, config: Any
+) -> Iterator[dict[str, Any]]:
+    """Options to change: every combination of those that are not given and that the machines allow. `config`: of the
+    trained model."""
+    longest = min(MOST_CONTEXT, machines.devices, max(1, work.least // SHORTEST))
+    ways: dict[str, list[Any]] = {
+        "ds_tensor_parallel_size": [size for size in _powers(machines.gpus) if size == 1 or _can_be_cut(config, size)],
+        "ring_attn_size": _powers(longest),
+        "zero_stage": [2, 3],
+        "gradient_checkpointing": [False, True],
+        "offload_activations": [False, True],
+        "adam_offload": [False, True],
+        "shard_size": [None, *(machines.gpus * nodes for nodes in _powers(machines.nodes)[:-1])],
+    }
+    assert set(ways) == set(SPLITTING)
+    ways |= {name: [getattr(options, name)] for name in ways if name in options.given}
+    for values in itertools.product(*ways.values()):
+        found = dict(zip(ways, values))
+        if found["offload_activations"] and not found["gradient_checkpointing"]:
+            continue  # the layers' inputs alone are worth moving
+        if found["shard_size"] is not None and "shard_size" not in options.given:
+            found["shard_size"] //= found["ds_tensor_parallel_size"]  # this many whole machines hold a copy
+        yield found
+
+
+def _can_be_cut(config: Any, parts: int) -> bool:
+    try:
+        check_tensor_parallel(config, parts, "")
+    except UserError:
+        return False
+    return True
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4 and so on; those of a machine must divide it."""
+    return [2**power for power in range(most.bit_length()) if most % 2**power == 0 or most > 2**power]
+
+
+# ---- candidates of an RL job on a cluster
+#
+# Those of OpenRLHF's documents: everything shared (hybrid); policy with reference, and critic with reward models,
+# beside engines (pairs); every model by itself (apart); and the built-in engine on the devices of all models.
+
+
+def groupings(units: Sequence[str]) -> dict[str, list[tuple[str, ...]]]:
+    """Which units share devices, by the name of the layout; engines are beside them in two of the four."""
+    first = tuple(unit for unit in units if FLAGS[unit] in ("actor", "ref"))
+    second = tuple(unit for unit in units if unit not in first)
+    by_flag = [tuple(unit for unit in units if FLAGS[unit] == flag) for flag in dict.fromkeys(map(FLAGS.get, units))]
+    found = {HYBRID: [tuple(units)], PAIRS: [first, *([second] if second else [])], APART: by_flag}
+    if found[APART] == found[PAIRS]:
+        del found[APART]
+    return found | {BUILTIN: [tuple(units)]}
+
+
+def cluster_candidates(units: Sequence[str], machines: Machines, tensor_parallel: int) -> dict[str, list[Layout]]:
+    """Every way to deal all devices out, of each of the four kinds."""
+    kinds: dict[str, list[Layout]] = {}
+    for kind, grouped in groupings(units).items():
+        engines_apart = kind in (PAIRS, APART)
+        kinds[kind] = []
+        for sizes in splits(len(grouped) + engines_apart, machines):
+            pools = tuple(make_pool(members, size, machines) for members, size in zip(grouped, sizes))
+            if kind == BUILTIN:
+                kinds[kind].append(Layout(pools, None))
+            elif sizes[-1] % tensor_parallel == 0:
+                engines = Engines(sizes[-1] // tensor_parallel, tensor_parallel, None if engines_apart else "actor")
+                kinds[kind].append(Layout(pools, engines))
+    return kinds
+
+
+def make_pool(units: tuple[str, ...], devices: int, machines: Machines) -> Pool:
+    nodes = max(1, devices // machines.gpus)
+    return Pool(units[0], units, nodes, devices // nodes)
+
+
+def splits(groups: int, machines: Machines) -> Iterator[tuple[int, ...]]:
+    """Sizes of groups that are all devices together: whole machines, or a part of one that divides it."""
+    parts = [size for size in range(1, machines.gpus) if machines.gpus % size == 0]
+    sizes = [*parts, *(machines.gpus * nodes for nodes in range(1, machines.nodes + 1))]
+    for found in itertools.product(sizes, repeat=groups - 1):
+        rest = machines.devices - sum(found)
+        if rest in sizes and _fit_into_machines((*found, rest), machines):
+            yield (*found, rest)
+
+
+def _fit_into_machines(sizes: Sequence[int], machines: Machines) -> bool:
+    """Whether groups smaller than a machine have room on those that the others leave."""
+    free = [machines.gpus] * (machines.nodes - sum(size // machines.gpus for size in sizes))
+    for size in sorted((size for size in sizes if size < machines.gpus), reverse=True):
+        place = next((node for node, left in enumerate(free) if left >= size), None)
+        if place is None:
+            return False
+        free[place] -= size
+    return True
+
+
+# ---- layouts as options
+
+
+def sizes_of(layout: Layout) -> list[int]:
+    """Devices of the pools, and of engines that have their own."""
+    engines = layout.engines
+    return [*(pool.size for pool in layout.pools), *([engines.devices] if engines and engines.pool is None else [])]
+
+
+def layout_flags(layout: Layout) -> str:
+    """The options that ask for a layout of an RL job."""
+    flags = []
+    for pool in layout.pools:
+        for flag in dict.fromkeys(FLAGS[unit] for unit in pool.units):
+            flags.append(f"--{flag}_num_nodes {pool.nodes} --{flag}_num_gpus_per_node {pool.per_node}")
+    together = [{FLAGS[unit] for unit in pool.units} for pool in layout.pools]
+    if len(layout.pools) == 1 and (layout.engines is None or layout.engines.pool is not None):
+        flags.append("--colocate_all_models")
+    else:
+        flags += ["--colocate_actor_ref"] * any({"actor", "ref"} <= found for found in together)
+        flags += ["--colocate_critic_reward"] * any({"critic", "reward"} <= found for found in together)
+    if layout.engines is None:
+        return " ".join([*flags, "--vllm_num_engines 0"])
+    engines = layout.engines
+    flags.append(f"--vllm_num_engines {engines.number} --vllm_tensor_parallel_size {engines.tensor_parallel}")
+    if engines.pool is not None:
+        flags.append("--vllm_enable_sleep --deepspeed_enable_sleep")
+    return " ".join(flags)

@@ -1,30 +1,50 @@
-"""Memory of a job, part by part, in each phase of a step; and the largest pass that there is room for.
+"""Memory of one process of a pool, part by part, in each phase of a step. A job on one device is a pool of one process.
 
-rollout   weights and optimiser state of everything, keys and values, a pass over prompts
-scoring   the same without the pass over prompts, and one without gradients
-update    the same, with gradient sums, activations, and what the backward pass needs beside them
-reduction where a model is split: the end of the backward pass, when no activations are left and all gradients are there
+    rollout    weights and optimizer state, keys and values, a pass over prompts
+    scoring    the same without the pass over prompts, and a pass without gradients
+    update     the same, with gradient sums, activations, and what the backward pass needs beside them
+    reduction  where a model is split: the end of the backward pass, when no activations are left and all gradients are
+
+What a process holds of a model that is split over several:
+
+    masters, moments, frozen weights   their part, whatever the stage
+    working weights   --zero_stage 3: the embedding, the head and two layers are gathered at a time;
+                      else all are, from the forward pass on (PyTorch's FSDP2 keeps a copy, in fp32 too)
+    gradients         whole sums between the passes of a step, if they are small (distributed/sharding); else split
+                      after every layer's backward pass, of which the last one's whole gradient is in hand
+    activations       of this process's tokens: 1 / --ring_attn_size of a row. With --ds_tensor_parallel_size a layer's
+                      inner ones are cut and the residual stream is not
+    keys and values   of the whole row, --ring_head_stride heads of them at a time, and as many gradients
+
+An engine takes no part in training: the built-in one has the policy's weights gathered while it answers, by its own
+rule for the KV cache; vLLM has a copy, and a share of the device.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_whole_sums
+from trimtab.distributed.ray.placement import Engines
 from trimtab.models.lm_head import chunk_tokens
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.policy import Policy
-from trimtab.plan.fake_model import Pretended
+from trimtab.plan.fake_model import PlannedModel
 from trimtab.plan.hardware import Hardware
-from trimtab.plan.workload import Work, frozen_models, scoring_tokens, trained_models
-from trimtab.rollout.factory import EngineMemory
+from trimtab.plan.layouts import Split
+from trimtab.plan.workload import Work, scoring_tokens
 
 FILL = 0.85  # of a device's memory; the rest is for what is not seen here, and for gaps between tensors
 MOST_TOKENS = 2**17  # larger passes are no faster
-SAMPLED_COPIES = 3  # fp32 matrices [answers, vocabulary] while tokens are drawn, and
-PENALISED_COPIES = 3  # so many more with a repetition penalty
+SAMPLED_COPIES = 3  # fp32 matrices [answers, vocabulary] while tokens are sampled, and
+PENALISED_COPIES = 3  # this many more with a repetition penalty
+LAYERS_IN_HAND = 2  # gathered at a time: the one that works and the next
+# Keys or values of a row, of as many heads as are gathered at a time: as they come, in order, and the next ones; in a
+# backward pass with their gradients, and these on their way back.
+SCORED_KEYS, LEARNT_KEYS = 6, 10
 
 PHASES = ("rollout", "scoring", "update", "reduction")
+LEARNING = ("update", "reduction")
 
 
 @dataclass(frozen=True)
@@ -36,12 +56,12 @@ class Part:
 
 @dataclass
 class Memory:
-    """The parts of a job whose passes have so many tokens."""
+    """The parts of a job whose micro-batches have `tokens` tokens."""
 
     tokens: int
     parts: list[Part] = field(default_factory=list)
     recomputed: int | None = None
-    """Layers that recompute, where it is not the options that say it."""
+    """Layers that recompute, where the plan chooses it."""
 
     def during(self, phase: str) -> int:
         return sum(part.size for part in self.parts if phase in part.phases)
@@ -50,144 +70,267 @@ class Memory:
     def peak(self) -> int:
         return max(self.during(phase) for phase in PHASES)
 
+    @property
+    def busiest(self) -> str:
+        return max(PHASES, key=self.during)
+
     def fits(self, room: int) -> bool:
         return self.peak <= room
 
 
-def drawing(options: RLOptions, slots: int, vocabulary: int) -> int:
-    """Bytes while the built-in engine draws tokens."""
-    copies = SAMPLED_COPIES + (PENALISED_COPIES if options.repetition_penalty != 1 else 0)
-    return copies * slots * vocabulary * 4
+@dataclass(frozen=True)
+class EngineShare:
+    """What an engine has on each of its devices, and how many answers it generates at once."""
 
-
-class MemoryModel:
-    """One job on one device: everything that does not depend on the size of its passes is measured once."""
-
-    def __init__(self, options: TrainedModelOptions, hardware: Hardware, work: Work):
-        self.options, self.hardware, self.work = options, hardware, work
-        accelerator = hardware.accelerator
-        self.trained = {
-            name: Pretended(model, options, accelerator=accelerator) for name, model in trained_models(options).items()
-        }
-        self.frozen = {
-            found: Pretended(found.model, options, accelerator=accelerator, frozen=True)
-            for found in frozen_models(options)
-        }
-        self.state = [Part("the program", hardware.program)]
-        for name, model in self.trained.items():
-            self.state += self._state_of(name, model)
-        for found, model in self.frozen.items():
-            phases = ("scoring",) if found.offload and accelerator else PHASES
-            self.state.append(Part(f"{found.name}: weights", model.weights(), phases))
-
-    def _state_of(self, name: str, model: Pretended) -> list[Part]:
-        options = self.options
-        parts = [Part(f"{name}: working weights", model.weights())]
-        if not (options.adam_offload and self.hardware.accelerator):
-            parts += [Part(f"{name}: fp32 masters", model.masters())]
-            parts += [Part(f"{name}: Adam's moments", 8 * model.trained())]
-            if isinstance(options, RLOptions) and options.enable_ema and name == "actor":
-                parts.append(Part(f"{name}: average (EMA)", 4 * model.trained()))
-        return parts
-
-    @cached_property
-    def layers(self) -> int:
-        """As many may recompute by number: more than a model has would be refused."""
-        return min(model.layers for model in self.trained.values())
-
-    def at(self, tokens: int, recomputed: int | None = None) -> Memory:
-        """`tokens`: of a training pass, if a step has so many; `recomputed`: layers that recompute, or what the options
-        say."""
-        options, work = self.options, self.work
-        tokens = min(tokens, work.tokens)
-        memory = Memory(tokens, list(self.state), recomputed)
-        if isinstance(options, RLOptions):
-            memory.parts += self._rollout
-        read = self._scored_tokens(tokens)
-        scored = [model.scoring_pass(work.rows, found.pass_tokens or read) for found, model in self.frozen.items()]
-        if isinstance(options, RLOptions):
-            scored += [model.scoring_pass(work.rows, read) for model in self.trained.values()]
-        if scored:
-            memory.parts.append(Part("a pass of scoring", max(scored), ("scoring",)))
-        # Actor and critic take turns: the one that needs more decides.
-        updates = [self._update(name, model, tokens, recomputed) for name, model in self.trained.items()]
-        memory.parts += max(updates, key=total)
-        return memory
-
-    def _scored_tokens(self, tokens: int) -> int:
-        """Of a pass of scoring."""
-        options = self.options
-        if not isinstance(options, RLOptions) or not self.hardware.accelerator:
-            return tokens
-        if "rollout_max_tokens_per_gpu" in options.given:
-            return options.rollout_max_tokens_per_gpu or tokens
-        return min(scoring_tokens(tokens), self.work.tokens)
-
-    def _update(self, name: str, model: Pretended, tokens: int, recomputed: int | None) -> list[Part]:
-        every = model.layers if recomputed == self.layers else recomputed
-        taken = model.training_pass(self.work.rows, tokens, every)
-        return [
-            Part(f"{name}: gradient sums", model.gradient_sums(), ("update",)),
-            Part(f"{name}: activations of {tokens:,} tokens", taken.kept, ("update",)),
-            Part(f"{name}: what the backward pass adds", taken.peak - taken.kept, ("update",)),
-        ]
-
-    @cached_property
-    def _engine(self) -> EngineMemory:
-        assert isinstance(self.options, RLOptions)
-        actor = self.trained["actor"]
-        with actor.mode:
-            return EngineMemory(actor.model, self.options.rollout_kv_tokens)
+    weights: int
+    keys_and_values: int
+    slots: int
+    utilization: float
+    """Of a device's memory."""
 
     @property
-    def kv_token_bytes(self) -> int:
-        return self._engine.token_bytes
+    def fits(self) -> bool:
+        return self.slots > 0
 
-    @cached_property
-    def _rollout(self) -> list[Part]:
-        options, actor = self.options, self.trained["actor"]
-        assert isinstance(options, RLOptions)
-        slots = min(options.rollout_slots, options.prompts_under_way * options.n_samples_per_prompt)
-        free = self.hardware.memory - Memory(0, self.state).during("rollout")
-        size = self._engine.keys_and_values(slots, self.work.rows.longest, free)
-        # The engine gives it back between rollouts if it is more than what is left.
-        phases = PHASES if size <= free - size else ("rollout",)
-        prompts = options.rollout_batch_size * self.work.rows.prompt
-        read = actor.scoring_pass(self.work.rows, min(self._engine.max_num_batched_tokens, prompts))
-        drawn = drawing(options, slots, actor.model.head.out_features)
-        return [
-            Part(f"keys and values of {size // self.kv_token_bytes:,} tokens", size, phases),
-            Part("a pass over prompts, or drawing tokens", max(read, drawn), ("rollout",)),
-        ]
+
+class ProcessMemory:
+    """Of each process of a pool. What does not depend on the size of micro-batches is counted once."""
+
+    def __init__(
+        self,
+        options: TrainedModelOptions,
+        hardware: Hardware,
+        work: Work,
+        split: Split,
+        models: Sequence[PlannedModel],
+        *,
+        sizes: dict[str, int] | None = None,
+        engine: EngineShare | None = None,
+        sleep: bool = False,
+    ):
+        """`hardware`: its memory is what one process has. `models`: of the pool, cut in `split.tensor`. `sizes`: in
+        how many processes each role is, where not in all. `engine`: a vLLM engine on the same devices;
+        `sleep`: it and the optimizer make room for each other."""
+        self.options, self.hardware, self.work, self.split, self.models = options, hardware, work, split, models
+        self.engine, self.sleep = engine, sleep
+        self._alone = split.processes == 1
+        self._sizes = sizes or {}
+        self.state = [Part("the program", hardware.program)]
+        for model in models:
+            self.state += self._trained(model) if model.trained else self._frozen(model)
+        self.rollout: list[Part] = []
+        if engine is not None:
+            self.rollout = self._vllm(engine)
 
     @property
     def room(self) -> int:
         return int(FILL * self.hardware.memory)
 
+    @property
+    def learners(self) -> list[PlannedModel]:
+        return [model for model in self.models if model.trained]
+
+    @property
+    def layers(self) -> int:
+        """As many may recompute by number: more than a model has would be refused."""
+        return min((model.layers for model in self.learners), default=0)
+
+    @property
+    def step_tokens(self) -> int:
+        """Of a process, or of a context group, which works on a row together."""
+        return max(self.work.least, -(-self.work.tokens // self.split.data))
+
+    def passes(self, tokens: int) -> int:
+        """Micro-batches of an optimizer step."""
+        return -(-self.step_tokens // tokens)
+
+    def at(self, tokens: int, recomputed: int | None = None) -> Memory:
+        """`tokens`: of a micro-batch, if a step has that many; `recomputed`: layers that recompute, or what the options
+        say."""
+        tokens = min(tokens, self.step_tokens)
+        memory = Memory(tokens, [*self.state, *self.rollout], recomputed)
+        scorers = self.models if isinstance(self.options, RLOptions) else [m for m in self.models if not m.trained]
+        if scorers:
+            name = "a pass of scoring" if self._alone else "a pass of scoring, and layers in hand"
+            memory.parts.append(Part(name, max(self._scoring(model, tokens) for model in scorers), ("scoring",)))
+        # Actor and critic take turns: the one that needs more decides.
+        updates = [self._update(model, tokens, recomputed) for model in self.learners]
+        memory.parts += max(updates, key=lambda parts: sum(part.size for part in parts), default=[])
+        return memory
+
+    # ---- state
+
+    def parts_of(self, model: PlannedModel) -> int:
+        """Over how many processes a model is split: the same as the policy, or as many as it is in. What only scores is
+        split over all where the trained one has nothing but copies."""
+        every = max(1, self._sizes.get(model.role, self.split.processes) // self.split.tensor)
+        copies = not model.trained and self.split.parts == self.split.context
+        return every if copies else min(self.split.parts, every)
+
+    def is_split(self, model: PlannedModel) -> bool:
+        """Whether a frozen model is."""
+        return not self._alone and self.options.splits_frozen(offload=model.offload)
+
+    def _trained(self, model: PlannedModel) -> list[Part]:
+        options, name, parts = self.options, model.name, self.parts_of(model)
+        phases = ("scoring", *LEARNING) if self.sleep else PHASES
+        share = "" if self._alone else f", 1 / {parts}"
+        found = [Part(f"{name}: working weights", model.weights, phases)] if self._alone else []
+        if not (options.adam_offload and self.hardware.accelerator):
+            is_master = self._alone and not options.bf16  # the working weight is
+            found.append(Part(f"{name}: fp32 masters{share}", 0 if is_master else 4 * model.learnt // parts, phases))
+            found.append(Part(f"{name}: Adam's moments{share}", 8 * model.learnt // parts, phases))
+            if isinstance(options, RLOptions) and options.enable_ema and model.role == "actor":
+                found.append(Part(f"{name}: average (EMA){share}", 4 * model.learnt // parts, phases))
+            if not self._alone:
+                found.append(Part(f"{name}: frozen weights{share}", model.frozen_weights // parts, phases))
+        return found
+
+    def _frozen(self, model: PlannedModel) -> list[Part]:
+        away = model.offload and self.hardware.accelerator
+        if not self.is_split(model):
+            return [Part(f"{model.name}: weights", model.weights, ("scoring",) if away else PHASES)]
+        return [] if away else [Part(f"{model.name}: weights", model.weights // self.parts_of(model))]
+
+    # ---- engines
+
+    def gathered_to_answer(self) -> list[Part]:
+        """All weights of the policy, or its part of a tensor-parallel one: layer by layer would be a gathering a token.
+        Where even this and `state` do not fit, nothing else needs to be tried."""
+        actor = self.models[0]
+        return [Part("actor: weights, gathered to answer", 0 if self._alone else actor.weights, ("rollout",))]
+
+    def add_builtin_engine(self) -> None:
+        options, actor, rows = self.options, self.models[0], self.work.rows
+        assert isinstance(options, RLOptions)
+        prompts = -(-options.prompts_under_way // self.split.data)
+        slots = min(options.rollout_slots, prompts * options.n_samples_per_prompt)
+        engine, parts = actor.engine_memory(options.rollout_kv_tokens), self.gathered_to_answer()
+        free = max(0, self.hardware.memory - Memory(0, [*self.state, *parts]).during("rollout"))
+        size = engine.keys_and_values(slots, rows.longest, free) if free else 0
+        # The engine gives it back between rollouts if it is more than what is left.
+        phases = PHASES if size <= free - size else ("rollout",)
+        read = actor.scoring_bytes(max(1, min(engine.max_num_batched_tokens, prompts * rows.prompt)))
+        parts.append(Part(f"keys and values of {size // engine.token_bytes:,} tokens", size, phases))
+        parts.append(Part("a pass over prompts, or sampling tokens", max(read, self._sampling(slots)), ("rollout",)))
+        slots = min(slots, size // (rows.longest * engine.token_bytes))
+        self.engine, self.rollout = EngineShare(actor.weights, size, slots, size / self.hardware.memory), parts
+
+    def _vllm(self, engine: EngineShare) -> list[Part]:
+        phases = ("rollout",) if self.sleep else PHASES
+        return [
+            Part("engine: weights", engine.weights, phases),
+            Part("engine: keys and values", engine.keys_and_values, phases),
+            Part("engine: sampling tokens", self._sampling(engine.slots), ("rollout",)),
+        ]
+
+    def _sampling(self, slots: int) -> int:
+        assert isinstance(self.options, RLOptions)
+        copies = SAMPLED_COPIES + (PENALISED_COPIES if self.options.repetition_penalty != 1 else 0)
+        return copies * slots * self.models[0].config.vocab_size * 4
+
+    # ---- passes
+
+    def _in_hand(self, model: PlannedModel) -> int:
+        return model.root_weights + (LAYERS_IN_HAND + self.options.overlap_comm) * model.layer_weights
+
+    def _gathered_keys(self, model: PlannedModel, tokens: int, kinds: int) -> int:
+        """Of the whole row: keys and values, and in the backward pass their gradients."""
+        if self.split.context == 1:
+            return 0
+        return kinds * tokens * min(self.options.ring_head_stride, model.key_heads) * model.token_keys
+
+    def _scoring(self, model: PlannedModel, tokens: int) -> int:
+        options = self.options
+        if isinstance(options, RLOptions) and self.hardware.accelerator:
+            if "rollout_max_tokens_per_gpu" in options.given:
+                tokens = options.rollout_max_tokens_per_gpu or tokens
+            else:
+                tokens = min(scoring_tokens(tokens), self.step_tokens)
+        tokens = model.pass_tokens or tokens
+        taken = model.scoring_bytes(-(-tokens // self.split.context)) + self._gathered_keys(model, tokens, SCORED_KEYS)
+        if model.trained and not self._alone:
+            return taken + (self._in_hand(model) if self.split.zero_stage == 3 else model.weights)
+        return taken + (self._in_hand(model) if self.is_split(model) and not model.trained else 0)
+
+    def _update(self, model: PlannedModel, tokens: int, recomputed: int | None) -> list[Part]:
+        name, own = model.name, -(-tokens // self.split.context)
+        taken = model.training_bytes(own, model.layers if recomputed == self.layers else recomputed)
+        keys = self._gathered_keys(model, tokens, LEARNT_KEYS)
+        return [
+            *self._weights_and_gradients(model, tokens),
+            Part(f"{name}: activations of {own:,} tokens", taken.kept, ("update",)),
+            Part(f"{name}: what the backward pass adds", taken.peak - taken.kept, ("update",)),
+            Part(f"{name}: keys and values of {tokens:,} tokens", keys, ("update",)),
+        ]
+
+    def _weights_and_gradients(self, model: PlannedModel, tokens: int) -> list[Part]:
+        name, split, parts = model.name, self.split, self.parts_of(model)
+        width = GRADIENT_DTYPES[self.options.grad_accum_dtype].itemsize
+        if self._alone:
+            return [Part(f"{name}: gradient sums", width * model.learnt, ("update",))]
+        found = [Part(f"{name}: working weights, gathered", model.weights, ("update",))]
+        if split.zero_stage == 3:
+            found = [Part(f"{name}: embedding, head and two layers, gathered", self._in_hand(model), LEARNING)]
+            if split.neighbours > 1:
+                kept = model.weights // split.neighbours
+                found.append(Part(f"{name}: working weights, 1 / {split.neighbours}", kept, ("update",)))
+        if self.passes(tokens) > 1 and keeps_whole_sums(model.learnt * split.tensor):
+            return [
+                *found,
+                Part(f"{name}: gradient sums, whole", width * model.learnt, ("update",)),
+                Part(f"{name}: gradient sums, while they are split", width * model.learnt, ("reduction",)),
+            ]
+        working, sums = 2 if self.options.bf16 else 4, 4 * model.learnt // parts
+        summed = (working + width) * model.learnt_layer
+        last = (working + width) * model.learnt_root
+        return [
+            *found,
+            Part(f"{name}: gradient sums, 1 / {parts}", sums if self.passes(tokens) > 1 else 0, ("update",)),
+            Part(f"{name}: gradients of a layer, and while they are summed", summed, ("update",)),
+            Part(f"{name}: gradients of embedding and head", working * model.learnt_root, ("update",)),
+            Part(f"{name}: gradients, 1 / {parts}", sums, ("reduction",)),
+            Part(f"{name}: gradients of embedding and head, while summed", last, ("reduction",)),
+        ]
+
+    # ---- the size of micro-batches
+
+    def largest_doubling(self) -> Memory:
+        """A sample, two, four and so on: the largest micro-batches that fit, or the smallest possible ones. What
+        processes send each other in every pass makes larger ones faster."""
+        best, size = self.at(self.work.least), 2 * self.work.least
+        while best.fits(self.room) and size <= min(self.step_tokens, MOST_TOKENS):
+            larger = self.at(size)
+            if not larger.fits(self.room):
+                break
+            best, size = larger, 2 * size
+        if self.step_tokens <= MOST_TOKENS and self.step_tokens < 2 * best.tokens:
+            whole = self.at(self.step_tokens)  # in one pass: no gradient sums are kept
+            best = whole if whole.fits(self.room) else best
+        return best
+
     def head_logits(self) -> int:
         """fp32 logits that the chunked head holds at a time; none where there is no such head."""
-        model = next(iter(self.trained.values()))
-        if not isinstance(model.model, Policy):
+        model = self.models[0]
+        if not isinstance(model.whole.model, Policy):
             return 0
-        vocabulary = model.model.config.get_text_config().vocab_size
-        return min(self.work.tokens, chunk_tokens(vocabulary, model.device, alone=True)) * vocabulary * 4
+        vocabulary = model.config.vocab_size
+        return min(self.work.tokens, chunk_tokens(vocabulary, model.whole.device, alone=True)) * vocabulary * 4
 
 
-def largest(at: Callable[[int], Memory], room: int, least: int, most: int) -> Memory:
-    """Nearly the most tokens whose peak is at most `room`; `least` if there are none."""
-    high = at(most)
-    if high.peak <= room:
-        return high
-    low = at(least)
-    # Memory is a rising, convex function of the tokens, so a chord's crossing of `room` fits and comes closer.
-    while low.peak <= room:
-        guess = low.tokens + (room - low.peak) * (high.tokens - low.tokens) // (high.peak - low.peak)
-        if guess < low.tokens * 1.02:
-            break
-        found = at(guess)
-        low, high = (found, high) if found.peak <= room else (low, found)
-    return low
+# ---- vLLM engines
 
 
-def total(parts: Iterable[Part]) -> int:
-    return sum(part.size for part in parts)
+def vllm_share(
+    engines: Engines, options: RLOptions, hardware: Hardware, work: Work, actor: PlannedModel, utilization: float
+) -> EngineShare:
+    """An engine that may take this share of its devices' memory."""
+    device, rows = int(utilization * hardware.memory), work.rows
+    weights = actor.weights // engines.tensor_parallel
+    tokens = max(0, device - weights) * engines.tensor_parallel // actor.kv_token_bytes
+    alone = rows.longest  # tokens of an answer that shares nothing
+    if options.enable_prefix_caching and rows.group > 1:
+        alone = rows.answer + -(-rows.prompt // rows.group)
+    samples = -(-options.prompts_under_way * options.n_samples_per_prompt // engines.number)
+    slots = min(tokens // alone, options.rollout_slots, samples)
+    return EngineShare(weights, max(0, device - weights), slots, utilization)

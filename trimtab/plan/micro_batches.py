@@ -1,5 +1,5 @@
-"""How large passes are where no option says it: by a plan of the device's memory on an accelerator, by a fixed number
-of tokens on a CPU."""
+"""How large micro-batches are where no option says it: by a plan of the device's memory on an accelerator, by a fixed
+number of tokens on a CPU."""
 
 import dataclasses
 import math
@@ -11,14 +11,14 @@ from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World
+from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.pretrained import first_line
-from trimtab.plan.hardware import GIB, of_device
-from trimtab.plan.workload import TOKENS_ON_CPU, Work, budget_changes, rl_work, supposed
+from trimtab.plan.hardware import GIB, Hardware, Machines, of_device
+from trimtab.plan.workload import TOKENS_ON_CPU, Work, budget_changes, packs_by_tokens, rl_work, supposed
 
 if TYPE_CHECKING:
-    from trimtab.plan.plan import Plan
-
+    from trimtab.plan.planner import Plan
 
 Job = TypeVar("Job", bound=TrainedModelOptions)
 
@@ -27,21 +27,19 @@ def with_planned_passes(
     options: Job, device: Device, world: World, work: Callable[[], Work]
 ) -> tuple[Job, "Plan | None"]:
     """The options with the plan's token budget and the plan; or as they are and None. Over several processes, where
-    passes are not planned, only what cannot be done at all is refused."""
+    micro-batches are not planned, only what cannot be done at all is refused."""
     if isinstance(options, RLOptions) and options.ray:
         return options, None  # this process is on none of the devices; `trimtab plan --nodes` knows them
     if isinstance(options, RLOptions) and world.size > 1:
-        from trimtab.plan.gathering import refuse_ungatherable
-
-        refuse_ungatherable(options, device, world.size)
+        refuse_ungatherable(options, of_device(device), world.size)
     proposed = is_wanted(options, device, world)
     if not proposed and options.fit_memory:
         world.say("warning: --fit_memory has no effect over several processes: one device is planned for")
-    if not proposed and not (options.plans_recomputation and can_be_planned(options, world)):
+    if not proposed and not (options.plans_recomputation and world.size == 1 and options.trainer != "tail"):
         if options.plans_recomputation:
             world.say("all layers recompute: how many must is planned for one device alone")
         return options, None
-    from trimtab.plan.plan import make_plan  # a second of imports
+    from trimtab.plan.planner import make_plan  # a second of imports
 
     try:
         plan = make_plan(options, of_device(device), work(), propose=proposed)
@@ -59,14 +57,44 @@ def with_planned_passes(
 
 
 def is_wanted(options: TrainedModelOptions, device: Device, world: World) -> bool:
-    """Whether the plan, and not the options, says how large a pass is."""
+    """Whether the plan, and not the options, says how large a micro-batch is."""
     if options.fit_memory is not None or world.size > 1 or options.trainer == "tail":
         return bool(options.fit_memory) and world.size == 1
     return device.is_accelerator and not options.given & PASS_SIZES
 
 
+def refuse_ungatherable(options: RLOptions, hardware: Hardware, processes: int) -> None:
+    """Refuse, in one line and before anything is loaded, a split RL job whose processes have no room for the policy's
+    weights, which the built-in engine reads gathered, beside their share of the rest."""
+    from trimtab.plan.planner import Planner, advice, flag_changes, that_fit
+
+    machines = Machines(dataclasses.replace(hardware, program=0), 1, processes)
+    planner = Planner(options, machines, supposed(options), propose=False)
+
+    def needed(change: dict[str, Any]) -> tuple[int, int]:
+        process = planner.changed(**change).bare_process()
+        gathered = process.gathered_to_answer()[0].size
+        return gathered, gathered + sum(part.size for part in process.state if "rollout" in part.phases)
+
+    try:
+        gathered, every = needed({})
+    except UserError:  # no fault of the counting may keep a run from starting: its own checks have better words
+        return
+    if every <= hardware.memory:
+        return
+    ways = list(flag_changes(options, processes, accelerator=hardware.accelerator))
+    found = that_fit(ways, lambda change: needed(change)[1], hardware.memory)
+    tensor = options.ds_tensor_parallel_size
+    share = "all" if tensor == 1 else f"1 / {tensor}"
+    raise UserError(
+        f"--pretrain {options.pretrain}: to answer, every process gathers {share} of the "
+        f"policy's weights, {gathered / GIB:.1f} GiB, and holds {(every - gathered) / GIB:.1f} GiB besides, of "
+        f"{hardware.memory / GIB:.1f} GiB ({hardware.name}); {advice(found)}"
+    )
+
+
 def uses_default_tokens(options: TrainedModelOptions, device: Device) -> bool:
-    """Whether passes are cut by the default number of tokens: on a CPU, where no option says how they are cut."""
+    """Whether micro-batches have the default number of tokens: on a CPU, where no option says how large they are."""
     if device.is_accelerator or options.fit_memory is not None or options.given & (PASS_SIZES | PER_DEVICE):
         return False
     if isinstance(options, RLOptions) and options.ray:  # the devices are elsewhere
@@ -75,8 +103,8 @@ def uses_default_tokens(options: TrainedModelOptions, device: Device) -> bool:
 
 
 def with_default_tokens(options: Job, device: Device, saved: dict[str, int] | None = None) -> Job:
-    """The options with the default number of tokens in a pass, where it is used, or one sample if that has more.
-    `saved`: how the run that is resumed cut its passes, which stays."""
+    """The options with the default number of tokens in a micro-batch, where it is used, or one sample if that has more.
+    `saved`: how the run that is resumed made its micro-batches, which stays."""
     if not uses_default_tokens(options, device) or (saved is not None and "tokens" not in saved):
         return options
     longest = math.ceil(supposed(options).least / options.ring_attn_size)
@@ -85,25 +113,21 @@ def with_default_tokens(options: Job, device: Device, saved: dict[str, int] | No
 
 
 def without_tokens(options: Job) -> Job:
-    """Passes by the number of samples: tokens would not bound the memory of a model that takes padded rows."""
+    """Micro-batches of a number of samples: tokens would not bound the memory of a model that takes padded rows."""
     return dataclasses.replace(options, **budget_changes(options, None))
 
 
 def passes_of(options: TrainedModelOptions, *, packed: bool) -> dict[str, int]:
-    """How passes are cut, for the manifest. `packed`: whether the model takes packed rows."""
-    by_tokens = options.use_dynamic_batch if isinstance(options, RLOptions) else options.packing_samples and packed
+    """How micro-batches are made, for the manifest. `packed`: whether the model takes packed rows."""
+    by_tokens = packs_by_tokens(options) and (packed or isinstance(options, RLOptions))
     if by_tokens and options.train_max_tokens_per_gpu is not None:
         return {"tokens": options.train_max_tokens_per_gpu}
     return {"samples": options.micro_train_batch_size}
 
 
 def default_line(options: TrainedModelOptions) -> str:
-    """What is said of the default number of tokens."""
+    """What a run says of the default number of tokens."""
     return f"passes of up to {options.train_max_tokens_per_gpu:,} tokens; --micro_train_batch_size cuts by samples"
-
-
-def can_be_planned(options: TrainedModelOptions, world: World) -> bool:
-    return world.size == 1 and options.trainer != "tail"
 
 
 def work_of_prompts(options: RLOptions, stores: dict[str, PromptStore]) -> Work:

@@ -1,37 +1,59 @@
-"""Time of a step by phase: arithmetic at a share of the device's peak, and bytes at a share of its bandwidth.
+"""Time of an optimizer step, or of an iteration in RL: one model for one device, a split job and a cluster.
 
+By phase:
+
+    rollout   a forward pass a prompt token; then for each token of an answer an engine reads its weights and the keys
+              and values of the answers that it generates at once, and every layer waits for the one before it; with
+              several devices it adds their results up
+    sync      the policy's weights are gathered from its processes and sent to the engines
+    scoring   a forward pass a token of every model that is asked
     update    3 forward passes' arithmetic (2 where only adapters are trained) a token and one more of the layers that
-              recompute, the activations written and read; a pass takes no less than the host needs for its layers, and
-              adds its gradients to the step's; then the optimiser reads and writes its state
-    scoring   a forward pass a token and model that is asked, its activations written and read
-    rollout   a forward pass a prompt token; then, for each token of an answer, the weights and the keys and values of
-              all answers that are written at once are read from memory, and every layer waits for the one before it
+              recompute; a pass takes no less than the host needs for its layers, and adds its gradients to the step's
+    moving    what waits in main memory meanwhile: the optimizer and an engine that sleep
+
+By cause, in one process and of one model (`Cost`):
+
+    arithmetic  matrix products at a share of the peak, activations written and read at a share of the bandwidth
+    unhidden    weights that are gathered and gradients that are summed, less the arithmetic that goes on meanwhile
+    tensor      a sum over the group after attention and after the feed-forward part of every layer, in every pass
+    context     keys and values of the row gathered in every layer, gathered again and their gradients summed backwards
+    optimizer   its state read and written, in main memory where it is offloaded
+    moving      activations to main memory and back
 
 A token's forward pass is 2 operations a multiplied weight, and 2 x length x width a layer for attention. A token's
-activations are counted in a pretended pass of the trained model, and are as layers x width for other models. Shares and
-times were fitted to passes of four Llama shapes on one H200 (docs/plan.md). It is an estimate for choosing between
-settings, good to a factor of two.
+activations are counted in a fake pass of the trained model, and are as layers x width for other models. The loop asks
+one role after the other, so that seconds add up also where roles have devices of their own. Rates of one device were
+fitted to passes of four Llama shapes on one H200 (docs/plan.md), those of several to published figures
+(docs/performance.md). It is an estimate for choosing between settings, good to a factor of two.
 """
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from trimtab.config.groups import ModelOptions
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_whole_sums
+from trimtab.distributed.ray.placement import Layout
 from trimtab.models.load import TrainedModelOptions
-from trimtab.plan.fake_model import Pretended
-from trimtab.plan.hardware import Hardware
-from trimtab.plan.memory import Memory, MemoryModel
+from trimtab.plan.fake_model import PlannedModel
+from trimtab.plan.hardware import MAIN_MEMORY, Hardware, Machines
+from trimtab.plan.layouts import Split
+from trimtab.plan.memory import EngineShare, Memory, ProcessMemory
 from trimtab.plan.workload import Work
 
 BANDWIDTH_SHARE = 0.7
 LAYER_SECONDS = 25e-6  # that a layer of one decode step takes on an accelerator besides its bytes
-COUNTED_TOKENS = 4096  # of the pretended pass
+REDUCE_SECONDS = 20e-6  # the least time of a sum over the devices of an engine
+COUNTED_TOKENS = 4096  # of the fake pass
 SUM_BYTES = 14  # a trained weight and pass: its gradient written, read and added to the step's
-OPTIMISER_BYTES = 46  # a trained weight: gradients measured and scaled; they, master and moments read, written, cast
+OPTIMIZER_BYTES = 46  # a trained weight: gradients measured and scaled; they, master and moments read, written, cast
 ENOUGH = 1.03  # a pass whose tokens take at most this many times what they take in the largest pass is large enough
 AHEAD = 1.5  # and in which the device works this many times as long as the host
 FILLING = 8192  # tokens, with fewer of which matrix products leave a part of the device idle
+SUMS_OF_A_LAYER = 2  # over a tensor group, in a pass
+PHASES = ("rollout", "sync", "scoring", "update", "moving")
+CAUSES = ("arithmetic", "unhidden", "tensor", "context", "optimizer", "moving")
 
 
 @dataclass(frozen=True)
@@ -54,188 +76,268 @@ class Rates:
 PLAIN = Rates(arithmetic=0.75, scoring=0.75, forward=5.7, backward=12, host=3e-3)
 COMPILED = Rates(arithmetic=0.75, scoring=0.75, forward=2.1, backward=6, host=3e-3)
 # Of a CPU; and of several processes, which wait for each other: nothing of them was measured here.
-CPU = SPLIT = Rates(arithmetic=0.4, scoring=0.5, forward=2, backward=4, host=0)
+CPU = Rates(arithmetic=0.4, scoring=0.5, forward=2, backward=4, host=0)
+SEVERAL = Rates(arithmetic=0.45, scoring=0.55, forward=2, backward=4, host=0)
 
 
-def rates_of(options: ModelOptions, hardware: Hardware) -> Rates:
+def rates_of(options: ModelOptions, hardware: Hardware, processes: int = 1) -> Rates:
     """Of a run that is long enough to have its layers compiled."""
     if not hardware.accelerator:
         return CPU
+    if processes > 1:
+        return SEVERAL
     return COMPILED if options.compile != "off" and options.not_compiled is None else PLAIN
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds of an optimiser step; of an iteration in RL."""
+class Cost:
+    """Seconds in one process for one model in one phase, by cause."""
 
-    seconds: dict[str, float]
-    tokens: int
+    arithmetic: float = 0.0
+    sending: float = 0.0
+    """Were it not overlapped with arithmetic."""
+    tensor: float = 0.0
+    context: float = 0.0
+    optimizer: float = 0.0
+    moving: float = 0.0
+
+    @property
+    def unhidden(self) -> float:
+        return max(0.0, self.sending - self.arithmetic)
 
     @property
     def whole(self) -> float:
-        return sum(self.seconds.values())
+        return sum(getattr(self, cause) for cause in CAUSES)
 
 
-def assumptions(hardware: Hardware, bf16: bool, rates: Rates) -> str:
-    flops, bandwidth = hardware.flops(bf16), hardware.bandwidth
-    assert flops is not None and bandwidth is not None
-    how = " (layers are compiled)" if rates is COMPILED else ""
-    return (
-        f"{flops / 1e12:,.3g} TFLOP/s in {'bf16' if bf16 else 'fp32'}, {rates.arithmetic:.0%} of it used in training "
-        f"and {rates.scoring:.0%} in scoring; {bandwidth / 1e12:,.3g} TB/s of memory traffic, {BANDWIDTH_SHARE:.0%} of "
-        f"it used, activations {rates.forward:g} times written or read in a forward pass and "
-        f"{rates.forward + rates.backward:g} times in an update{how}; every sample as long as it may be"
-    )
+@dataclass
+class StepTime:
+    """Seconds of an optimizer step; of an iteration in RL."""
 
+    tokens: int
+    phases: dict[str, float] = field(default_factory=dict)
+    costs: list[Cost] = field(default_factory=list)
+    link: str = ""
+    """What the weights go over."""
 
-def clock_of(model: MemoryModel) -> "Clock | None":
-    """None: nothing is known of how fast the device is."""
-    options, hardware, work = model.options, model.hardware, model.work
-    flops, bandwidth = hardware.flops(options.bf16), hardware.bandwidth
-    if flops is None or bandwidth is None:
-        return None
-    trained = next(iter(model.trained.values()))
-    counted = min(COUNTED_TOKENS, work.tokens)
-    kept = trained.plain_pass(work.rows, counted).kept / counted / size(trained)
-    rates = rates_of(options, hardware)
-    return Clock(rates, flops, bandwidth, options, work, kept, accelerator=hardware.accelerator)
+    def add(self, phase: str, cost: Cost) -> None:
+        self.costs.append(cost)
+        self.phases[phase] = self.phases.get(phase, 0.0) + cost.whole
 
+    def due_to(self, cause: str) -> float:
+        return sum(getattr(cost, cause) for cost in self.costs)
 
-def step_time(model: MemoryModel, clock: "Clock", memory: Memory) -> StepTime:
-    options, work = model.options, model.work
-    if not isinstance(options, RLOptions):
-        seconds = {"update": sum(clock.update(trained, work.tokens, 1, memory) for trained in model.trained.values())}
-        if model.frozen:
-            seconds = {"scoring": sum(clock.forward(m) * work.tokens for m in model.frozen.values())} | seconds
-        return StepTime(seconds, work.tokens)
-    samples = options.rollout_batch_size * options.n_samples_per_prompt
-    tokens = options.rollout_batch_size * work.rows.prompt + samples * work.rows.answer
-    steps = options.max_epochs * max(1, samples // options.train_batch_size)
-    seconds = {
-        "rollout": clock.rollout(model.trained["actor"], samples, model.kv_token_bytes),
-        "scoring": sum(clock.forward(m) * tokens for m in scorers(model)),
-        "update": sum(clock.update(m, tokens * options.max_epochs, steps, memory) for m in model.trained.values()),
-    }
-    return StepTime(seconds, tokens)
-
-
-def scorers(model: MemoryModel) -> list[Pretended]:
-    """The models that are asked about the answers, once for each time."""
-    options, trained = model.options, model.trained
-    assert isinstance(options, RLOptions)
-    found = [*model.frozen.values(), *(scorer for name, scorer in trained.items() if name != "actor")]
-    if options.init_kl_coef > 0 and options.lora_rank > 0:
-        found.append(trained["actor"])  # without its adapters
-    if scores_policy(options, apart=options.uses_vllm, accelerator=model.hardware.accelerator):
-        found.append(trained["actor"])
-    return found
-
-
-def scores_policy(options: RLOptions, *, apart: bool, accelerator: bool) -> bool:
-    """Whether the loop asks the policy for log-probs, or takes those of the engine or of the update. `apart`: engines
-    have a copy of the weights."""
-    if not apart and not options.bf16 and not options.weight_only_int8:
-        return False
-    there = {"reference": options.init_kl_coef > 0, "teacher": options.teacher_model is not None}
-    return options.scores_old_policy(**there, leaves_kl=options.leaves_kl_to_update(accelerator=accelerator))
+    @property
+    def whole(self) -> float:
+        return sum(self.phases.values())
 
 
 class Clock:
-    """Of one device."""
+    """Times of a job on some machines. Everything but the rollout is that of one process of the pool."""
 
-    def __init__(
-        self,
-        rates: Rates,
-        flops: float,
-        bandwidth: float,
-        options: TrainedModelOptions,
-        work: Work,
-        activation_bytes: float,
-        *,
-        accelerator: bool = True,
-    ):
-        """`activation_bytes`: kept for the backward pass, of a token and a unit of `size`."""
-        self.rates, self.options, self.work, self.accelerator = rates, options, work, accelerator
-        self.flops, self.bandwidth = flops, bandwidth * BANDWIDTH_SHARE
-        self.activation_bytes = activation_bytes
+    def __init__(self, options: TrainedModelOptions, machines: Machines, work: Work, models: Sequence[PlannedModel]):
+        """`models`: of one process. A ValueError: nothing is known of how fast the device is."""
+        self.options, self.machines, self.work, self.models = options, machines, work, models
+        hardware = machines.hardware
+        flops, bandwidth = hardware.flops(options.bf16), hardware.bandwidth
+        if flops is None or bandwidth is None:
+            raise ValueError(f"{hardware.name}: how fast it is is not known")
+        self.flops, self.bandwidth, self.accelerator = flops, bandwidth * BANDWIDTH_SHARE, hardware.accelerator
+        self.rates = rates_of(options, hardware, machines.devices)
+        counted = min(COUNTED_TOKENS, work.tokens)
+        # Kept for the backward pass where no layer recomputes, of a token and a unit of layers x width.
+        self.activation_bytes = models[0].training_bytes(counted, 0).kept / counted / models[0].size
 
-    def operations(self, model: Pretended) -> float:
-        """Of a token's forward pass."""
-        return 2 * multiplied(model) + 2 * self.work.rows.longest * size(model)
+    # ---- a token
 
-    def traffic(self, model: Pretended, times: float) -> float:
-        """Seconds in which a token's activations go so many times through memory."""
-        return times * self.activation_bytes * size(model) / self.bandwidth
+    def operations(self, model: PlannedModel) -> float:
+        """Of a token's forward pass in one process."""
+        return 2 * model.multiplied + 2 * self.work.rows.longest * model.size / model.tensor
 
-    def forward(self, model: Pretended) -> float:
-        return self.operations(model) / (self.flops * self.rates.scoring) + self.traffic(model, self.rates.forward)
+    def _traffic(self, model: PlannedModel, times: float) -> float:
+        """Seconds in which a token's activations go `times` times through memory."""
+        return times * self.activation_bytes * model.size / self.bandwidth
 
-    def training(self, model: Pretended, recomputed: int | None = None) -> float:
-        """A token, forwards and backwards. `recomputed`: layers, if it is not the options that say it."""
-        again = self._recomputed_share(model, recomputed)
-        passes = (2 if self.options.lora_rank else 3) + again
-        arithmetic = passes * self.operations(model) / (self.flops * self.rates.arithmetic)
-        return arithmetic + self.traffic(model, (1 + again) * self.rates.forward + self.rates.backward)
+    def forward(self, model: PlannedModel) -> float:
+        return self.operations(model) / (self.flops * self.rates.scoring) + self._traffic(model, self.rates.forward)
 
-    def _recomputed_share(self, model: Pretended, recomputed: int | None) -> float:
-        """Of the layers."""
-        options, layers = self.options, config_of(model).num_hidden_layers
-        if recomputed is not None:
-            return min(recomputed / layers, 1.0)
-        number = options.gradient_checkpointing_layers
-        return number / layers if isinstance(number, int) else float(options.gradient_checkpointing)
+    def training(self, model: PlannedModel, recomputed: int | None = None) -> float:
+        """Forwards and backwards. `recomputed`: layers, if it is not the options that say it."""
+        number = model.whole.recomputing_layers if recomputed is None else recomputed
+        again = min(1.0, number / model.layers) if model.layers else 0.0
+        times = (2 if self.options.lora_rank else 3) + again
+        arithmetic = times * self.operations(model) / (self.flops * self.rates.arithmetic)
+        return arithmetic + self._traffic(model, (1 + again) * self.rates.forward + self.rates.backward)
 
-    def one_pass(self, model: Pretended, tokens: int, recomputed: int | None = None) -> float:
-        """Of training."""
-        seconds = tokens * self.training(model, recomputed)
-        seconds = max(seconds, self.rates.host * config_of(model).num_hidden_layers)
-        return seconds + SUM_BYTES * model.trained() / self.bandwidth
+    # ---- passes
 
-    def update(self, model: Pretended, tokens: int, steps: int, memory: Memory) -> float:
-        """In passes of a size, and with as many layers recomputing, as `memory` is of."""
-        whole, part = divmod(tokens / steps, memory.tokens)
-        passes = whole * self.one_pass(model, memory.tokens, memory.recomputed)
-        if part:
-            passes += self.one_pass(model, int(part), memory.recomputed)
-        return steps * (passes + OPTIMISER_BYTES * model.trained() / self.bandwidth)
+    def one_pass(self, model: PlannedModel, tokens: float, recomputed: int | None = None) -> float:
+        """Of training; `tokens`: of one process."""
+        seconds = max(tokens * self.training(model, recomputed), self.rates.host * model.config.num_hidden_layers)
+        return seconds + SUM_BYTES * model.learnt / self.bandwidth
 
-    def enough(self, model: Pretended) -> int:
-        """Tokens of a pass beyond which nothing is gained."""
-        host = self.rates.host * config_of(model).num_hidden_layers
-        sums = SUM_BYTES * model.trained() / self.bandwidth
+    def enough(self, model: PlannedModel) -> int:
+        """Tokens of a micro-batch beyond which nothing is gained."""
+        host = self.rates.host * model.config.num_hidden_layers
+        sums = SUM_BYTES * model.learnt / self.bandwidth
         return max(FILLING, int(max(AHEAD * host, sums / (ENOUGH - 1)) / self.training(model, 0)))
 
-    def rollout(self, model: Pretended, samples: int, kv_token_bytes: int) -> float:
+    def update(self, model: PlannedModel, split: Split, tokens: float, steps: int, memory: Memory) -> Cost:
+        """Of `tokens` of the whole job in `steps` optimizer steps, in micro-batches of which `memory` is."""
+        options, machines, context = self.options, self.machines, split.context
+        whole, part = divmod(tokens / steps / split.data, memory.tokens)
+        arithmetic = whole * self.one_pass(model, memory.tokens / context, memory.recomputed)
+        if part:
+            arithmetic += self.one_pass(model, part / context, memory.recomputed)
+        passes = math.ceil(whole) + bool(part)
+        state = OPTIMIZER_BYTES * model.learnt / split.parts
+        optimizer = state / self.bandwidth
+        if options.adam_offload and self.accelerator:
+            width = GRADIENT_DTYPES[options.grad_accum_dtype].itemsize
+            optimizer = state / MAIN_MEMORY + machines.moving((width + 4) * model.learnt / split.parts)
+        again = int(options.gradient_checkpointing)
+        own = tokens / split.data / context
+        moving = 0.0
+        if options.offload_activations and self.accelerator:
+            inputs = model.size * (2 if options.bf16 else 4)  # of a token
+            moving = 2 * machines.moving(own * inputs)
+        return Cost(
+            steps * arithmetic,
+            steps * self._sent(model, split, passes),
+            optimizer=steps * optimizer,
+            moving=moving,
+            **self._in_layers(model, split, own, 2 + again, 3 + again),
+        )
+
+    def scoring(self, model: PlannedModel, held: ProcessMemory, tokens: float, memory: Memory) -> Cost:
+        """Of `tokens` of the whole job, by a model of a pool whose processes hold `held`."""
+        split, machines = held.split, self.machines
+        own = tokens / split.data / split.context
+        passes = math.ceil(tokens / split.data / min(memory.tokens, model.pass_tokens or memory.tokens))
+        sending = 0.0
+        if split.zero_stage == 3 or held.is_split(model):
+            sending = passes * machines.gathering(model.weights, held.parts_of(model), split.tensor)
+        if model.offload and self.accelerator:
+            times = passes if held.is_split(model) else 1
+            sending += times * machines.moving(model.weights / held.parts_of(model))
+        return Cost(own * self.forward(model), sending, **self._in_layers(model, split, own, 1, 1))
+
+    def _sent(self, model: PlannedModel, split: Split, passes: int) -> float:
+        """Seconds of a step in which weights are gathered and gradients summed."""
+        machines = self.machines
+        gathering = machines.gathering(model.weights, split.parts, split.tensor)
+        gathered = passes * gathering
+        if split.zero_stage == 3:
+            near = machines.gathering(model.weights, split.neighbours) if split.neighbours > 1 else gathering
+            gathered += passes * near
+        gradients = GRADIENT_DTYPES[self.options.grad_accum_dtype].itemsize * model.learnt
+        summed = 1 if keeps_whole_sums(model.learnt * split.tensor) else passes
+        sums = machines.gathering(gradients, split.parts, split.tensor)
+        copies = machines.gathering(2 * gradients / split.parts, split.replicate, split.tensor * split.parts)
+        return gathered + summed * (sums + copies)
+
+    def _in_layers(self, model: PlannedModel, split: Split, own: float, sums: int, gathers: int) -> dict[str, float]:
+        """What layers wait for. `own`: tokens of this process; `sums`, `gathers`: how often for a token."""
+        states = SUMS_OF_A_LAYER * sums * own * model.size * (2 if self.options.bf16 else 4)
+        keys = own * split.context * 2 * model.key_heads * model.token_keys
+        return {
+            "tensor": self.machines.gathering(2 * states, split.tensor),  # summed, and the sum given to all
+            "context": self.machines.gathering(gathers * model.layers * keys, split.context, split.tensor),
+        }
+
+    # ---- a step, an iteration
+
+    def step(self, pools: Sequence[tuple[ProcessMemory, Memory]]) -> StepTime:
+        """Of a supervised job: its models are in one pool."""
+        ((held, memory),) = pools
+        time = StepTime(self.work.tokens)
+        for model in held.models:
+            if not model.trained:
+                time.add("scoring", self.scoring(model, held, time.tokens, memory))
+        for model in held.learners:
+            time.add("update", self.update(model, held.split, time.tokens, 1, memory))
+        return time
+
+    def iteration(
+        self,
+        pools: Sequence[tuple[ProcessMemory, Memory]],
+        engine: EngineShare,
+        layout: Layout | None = None,
+        *,
+        sleep: bool = False,
+    ) -> StepTime:
+        """Of an RL job. `layout`: of a cluster, to whose engines weights are sent."""
         options, rows = self.options, self.work.rows
         assert isinstance(options, RLOptions)
-        slots = min(options.rollout_slots, samples)
-        read = options.rollout_batch_size * rows.prompt * self.forward(model)
-        traffic = model.weights() + slots * (rows.prompt + rows.answer / 2) * kv_token_bytes
-        step = self.decode_step(model, slots, traffic)
-        return read + -(-samples // slots) * rows.answer * step
+        samples = options.rollout_batch_size * options.n_samples_per_prompt
+        time = StepTime(options.rollout_batch_size * rows.prompt + samples * rows.answer)
+        time.phases["rollout"] = self.rollout(samples, pools[0][0].split, engine, layout)
+        if layout is not None:
+            time.phases["sync"], time.link = self.sync(layout)
+        steps = options.max_epochs * max(1, samples // options.train_batch_size)
+        apart = options.uses_vllm if layout is None else layout.engines is not None
+        for held, memory in pools:
+            for model in held.models:
+                for _ in range(self.times_scored(model, apart=apart)):
+                    time.add("scoring", self.scoring(model, held, time.tokens, memory))
+            for model in held.learners:
+                time.add("update", self.update(model, held.split, options.max_epochs * time.tokens, steps, memory))
+        if layout is not None:
+            time.phases["moving"] = self._falling_asleep(pools[0][0], engine) if sleep else 0.0
+        return time
 
-    def decode_step(self, model: Pretended, slots: float, traffic: float) -> float:
-        """A token of every answer under way; `traffic`: bytes that are read for it."""
-        step = max(traffic / self.bandwidth, slots * self.operations(model) / (self.flops * self.rates.scoring))
-        return step + LAYER_SECONDS * config_of(model).num_hidden_layers if self.accelerator else step
+    def times_scored(self, model: PlannedModel, *, apart: bool) -> int:
+        """How often the loop asks a model for log-probs or values. `apart`: engines have a copy of the weights."""
+        options = self.options
+        assert isinstance(options, RLOptions)
+        if model.role != "actor":
+            return 1
+        as_reference = int(options.init_kl_coef > 0 and options.lora_rank > 0)  # without its adapters
+        if not apart and not options.bf16 and not options.weight_only_int8:
+            return as_reference  # the engine's log-probs are taken
+        there = {"reference": options.init_kl_coef > 0, "teacher": options.teacher_model is not None}
+        leaves_kl = options.leaves_kl_to_update(accelerator=self.accelerator)
+        return as_reference + options.scores_old_policy(**there, leaves_kl=leaves_kl)
 
+    def rollout(self, samples: int, split: Split, engine: EngineShare, layout: Layout | None) -> float:
+        options, rows, actor = self.options, self.work.rows, self.models[0]
+        assert isinstance(options, RLOptions)
+        if not engine.fits:
+            return math.inf
+        engines = layout.engines if layout is not None else None
+        number, devices = (engines.number, engines.tensor_parallel) if engines else (split.data * split.context, 1)
+        samples = -(-samples // number)
+        slots = min(engine.slots, samples)
+        prompts = samples / rows.group if engines is None or options.enable_prefix_caching else samples
+        traffic = actor.weights + slots * (rows.prompt + rows.answer / 2) * actor.kv_token_bytes
+        step = max(
+            traffic / devices / self.bandwidth,
+            slots / devices * self.operations(actor) / (self.flops * self.rates.scoring),
+        )
+        layers = actor.config.num_hidden_layers
+        if self.accelerator:
+            step += LAYER_SECONDS * layers
+        if devices > 1:
+            result = slots * actor.config.hidden_size * 2  # of a layer: bf16, twice added up
+            once = REDUCE_SECONDS + 2 * result * (devices - 1) / devices / self.machines.within()
+            step += 2 * layers * once
+        waves = max(1.0, samples / slots)
+        return prompts * rows.prompt * self.forward(actor) / devices + waves * rows.answer * step
 
-def config_of(model: Pretended) -> Any:
-    return model.model.config.get_text_config()
+    def sync(self, layout: Layout) -> tuple[float, str]:
+        """Seconds, and what the weights go over."""
+        machines, engines, weights = self.machines, layout.engines, self.models[0].weights
+        gathered = machines.gathering(weights, layout.pool_of("actor").size) if self.options.zero_stage > 0 else 0.0
+        if engines is None:
+            return gathered, "gathering alone"
+        if engines.pool is not None:
+            return gathered + weights / engines.tensor_parallel / self.bandwidth, "the same device"
+        if layout.devices <= machines.gpus:
+            return gathered + weights / machines.within(), f"{machines.within() / 1e9:.3g} GB/s within a machine"
+        return gathered + weights / machines.between(), f"{machines.between() / 1e9:.3g} GB/s from one device"
 
-
-def size(model: Pretended) -> int:
-    """Layers x width."""
-    return config_of(model).hidden_size * config_of(model).num_hidden_layers
-
-
-def multiplied(model: Pretended) -> float:
-    """Weights that take part in a token's matrix products: all but an embedding that is no head as well, and of experts
-    those that a token goes to."""
-    inner, config = model.model.inner, config_of(model)
-    embedding, head = inner.get_input_embeddings().weight, inner.get_output_embeddings()
-    tied = head is not None and head.weight is embedding
-    whole = sum(p.numel() for p in inner.parameters()) - (0 if tied else embedding.numel())
-    experts = [p for name, p in inner.named_parameters() if ".experts." in name and p.ndim == 3]
-    unused = sum(p.numel() * (1 - config.num_experts_per_tok / p.shape[0]) for p in experts)
-    return whole - unused
+    def _falling_asleep(self, held: ProcessMemory, engine: EngineShare) -> float:
+        """The optimizer to main memory and back, the engine's weights back."""
+        state = sum(12 * model.learnt // held.parts_of(model) for model in held.learners)
+        optimizer = 0 if self.options.adam_offload else state
+        return 2 * self.machines.moving(optimizer) + self.machines.moving(engine.weights)

@@ -18,6 +18,7 @@ from trimtab.config.objectives import (
 )
 from trimtab.config.sources import listed
 from trimtab.data.batches import Example
+from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions, fake_frozen_policy, fake_policy, fake_reward_model
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import Critic, RewardModel
@@ -31,7 +32,7 @@ SCORING_TOKENS, SCORING_TIMES = 32_768, 4
 
 @dataclass(frozen=True)
 class Rows:
-    """What passes read: groups of answers to one prompt, whose tokens stand in a row once."""
+    """The shape of a micro-batch's row: groups of answers to one prompt, whose tokens stand in the row once."""
 
     prompt: int
     answer: int
@@ -42,16 +43,17 @@ class Rows:
         return self.prompt + self.answer
 
     def examples(self, tokens: int) -> tuple[list[Example], list[int]]:
-        """A row of exactly so many tokens, and what each sequence borrows; the last one may be shorter."""
+        """A row of exactly `tokens` tokens, and the length of each sequence's shared prefix; the last sequence may be
+        shorter."""
         examples: list[Example] = []
         shared: list[int] = []
         left = tokens
         while left > 0:
-            borrowed = self.prompt if len(examples) % self.group else 0
-            own = min(self.longest - borrowed, left)
-            trained = np.arange(borrowed + own) >= max(self.prompt, 1)
-            examples.append((np.zeros(borrowed + own, dtype=np.int64), trained))
-            shared.append(borrowed)
+            prefix = self.prompt if len(examples) % self.group else 0
+            own = min(self.longest - prefix, left)
+            trained = np.arange(prefix + own) >= max(self.prompt, 1)
+            examples.append((np.zeros(prefix + own, dtype=np.int64), trained))
+            shared.append(prefix)
             left -= own
         return examples, shared
 
@@ -61,25 +63,13 @@ class Work:
     rows: Rows
     """The shape of the samples."""
     tokens: int
-    """Tokens of one optimiser step, in rows; a pass need not be larger."""
+    """Tokens of one optimizer step, in rows; a micro-batch need not be larger."""
     least: int
-    """Tokens of one sample: a pass cannot be smaller."""
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A model that only scores."""
-
-    name: str
-    model: PackedModel
-    offload: bool = False
-    """Waits in main memory while it has nothing to do."""
-    pass_tokens: int | None = None
-    """Of its passes, if they are not as large as those of training."""
+    """Tokens of one sample: a micro-batch cannot be smaller."""
 
 
 def supposed(options: TrainedModelOptions) -> Work:
-    """What the options allow, without a look at the data: every sample as long as it may be."""
+    """The work that the options allow, without a look at the data: every sample as long as it may be."""
     if isinstance(options, RLOptions):
         return rl_work(options, options.prompt_max_len)
     answers = 2 if isinstance(options, PreferenceColumns) else 1
@@ -91,16 +81,36 @@ def rl_work(options: RLOptions, longest_prompt: int) -> Work:
     group = options.n_samples_per_prompt
     answer = max(1, options.longest_rollout - longest_prompt) if options.plays else options.generate_max_len
     rows = Rows(longest_prompt, answer, group)
-    groups = max(1, options.train_batch_size // group)
-    return Work(rows, groups * (rows.prompt + group * rows.answer), rows.longest)
+    return Work(rows, options.groups_per_update * (rows.prompt + group * rows.answer), rows.longest)
+
+
+def refuse_unplannable(options: TrainedModelOptions) -> None:
+    if options.trainer == "tail":
+        raise UserError("the models of a tail run are not planned; plan the grpo or ppo of the same sizes")
+    if options.load_in_4bit:
+        raise UserError("--load_in_4bit: 4-bit weights are not planned")
+    if options.attn_implementation is not None:
+        raise UserError("--attn_implementation: only the attention that is used by default is planned")
+
+
+# ---- tokens of a micro-batch
+
+
+def packs_by_tokens(options: TrainedModelOptions) -> bool:
+    return options.use_dynamic_batch if isinstance(options, RLOptions) else options.packing_samples
 
 
 def given_budget(options: TrainedModelOptions, work: Work) -> int:
-    """Tokens of a pass as the options have it."""
-    by_tokens = options.use_dynamic_batch if isinstance(options, RLOptions) else options.packing_samples
-    if by_tokens and options.train_max_tokens_per_gpu:
+    """Tokens of a micro-batch as the options have it."""
+    if packs_by_tokens(options) and options.train_max_tokens_per_gpu:
         return options.row_tokens(options.train_max_tokens_per_gpu)
     return options.micro_train_batch_size * work.least
+
+
+def budget_changes(options: TrainedModelOptions, tokens: int | None) -> dict[str, Any]:
+    """The options that make micro-batches of at most `tokens` tokens; None: of a number of samples."""
+    how = "use_dynamic_batch" if isinstance(options, RLOptions) else "packing_samples"
+    return {how: tokens is not None, "train_max_tokens_per_gpu": tokens}
 
 
 def scoring_tokens(tokens: int) -> int:
@@ -109,37 +119,52 @@ def scoring_tokens(tokens: int) -> int:
     return max(tokens, min(SCORING_TOKENS, SCORING_TIMES * tokens))
 
 
-def budget_changes(options: TrainedModelOptions, tokens: int | None) -> dict[str, Any]:
-    """The options that make passes of at most so many tokens; None: of a number of samples."""
-    how = "use_dynamic_batch" if isinstance(options, RLOptions) else "packing_samples"
-    return {how: tokens is not None, "train_max_tokens_per_gpu": tokens}
+# ---- models
 
 
-def trained_models(options: TrainedModelOptions) -> dict[str, PackedModel]:
+@dataclass(frozen=True)
+class JobModel:
+    """A model of a job, without weights."""
+
+    name: str
+    role: str
+    skeleton: PackedModel
+    trained: bool = False
+    """Else it only scores."""
+    offload: bool = False
+    """It waits in main memory while it has nothing to do."""
+    pass_tokens: int | None = None
+    """Tokens of its passes, if they are not as large as those of training."""
+
+
+def job_models(options: TrainedModelOptions) -> list[JobModel]:
+    """The trained ones first."""
     if not isinstance(options, RLOptions):
-        return {"model": fake_reward_model(options) if options.verb == "rm" else fake_policy(options)}
-    models: dict[str, PackedModel] = {"actor": fake_policy(options)}
-    if options.estimator.critic:
-        models["critic"] = Critic(_judge(options, *_origin_of_critic(options)).model)
-    return models
-
-
-def frozen_models(options: TrainedModelOptions) -> list[Frozen]:
-    found = []
+        skeleton = fake_reward_model(options) if options.verb == "rm" else fake_policy(options)
+        found = [JobModel("model", "model", skeleton, trained=True)]
+        reference_offload = teacher_offload = False
+    else:
+        found = [JobModel("actor", "actor", fake_policy(options), trained=True)]
+        if options.estimator.critic:
+            critic = Critic(_with_score_head(options, *_origin_of_critic(options)).model)
+            found.append(JobModel("critic", "critic", critic, trained=True))
+        reference_offload = teacher_offload = options.ref_reward_offload
     if _has_reference(options):
+        name = options.pretrain
         if isinstance(options, ReferenceOptions):
-            name, offload = options.ref_pretrain or options.pretrain, options.ref_offload
-        else:
-            name, offload = options.pretrain, isinstance(options, RLOptions) and options.ref_reward_offload
-        found.append(Frozen("reference", fake_frozen_policy(name, "--ref_pretrain"), offload))
+            name, reference_offload = options.ref_pretrain or name, options.ref_offload
+        skeleton = fake_frozen_policy(name, "--ref_pretrain")
+        found.append(JobModel("reference", "reference", skeleton, offload=reference_offload))
     if isinstance(options, RLOptions | DistillationOptions) and options.teacher_model:
-        offload = options.ref_reward_offload if isinstance(options, RLOptions) else options.teacher_offload
-        found.append(Frozen("teacher", fake_frozen_policy(options.teacher_model, "--teacher_model"), offload))
-    if not isinstance(options, RLOptions):
-        return found
-    for name in listed(options.reward_pretrain):
-        judge = _judge(dataclasses.replace(options, lora_rank=0), name, "--reward_pretrain")
-        found.append(Frozen(f"reward model {name}", judge, options.ref_reward_offload, pass_tokens=MAX_TOKENS))
+        if isinstance(options, DistillationOptions):
+            teacher_offload = options.teacher_offload
+        skeleton = fake_frozen_policy(options.teacher_model, "--teacher_model")
+        found.append(JobModel("teacher", "teacher", skeleton, offload=teacher_offload))
+    for name in listed(options.reward_pretrain) if isinstance(options, RLOptions) else []:
+        assert isinstance(options, RLOptions)
+        skeleton = _with_score_head(dataclasses.replace(options, lora_rank=0), name, "--reward_pretrain")
+        called = f"reward model {Path(name).name}"
+        found.append(JobModel(called, "reward", skeleton, offload=options.ref_reward_offload, pass_tokens=MAX_TOKENS))
     return found
 
 
@@ -152,8 +177,7 @@ def _origin_of_critic(options: RLOptions) -> tuple[str, str]:
     return options.pretrain, "--pretrain"
 
 
-def _judge(options: RLOptions, name: str, flag: str) -> RewardModel:
-    """The model `name` with a score head."""
+def _with_score_head(options: RLOptions, name: str, flag: str) -> RewardModel:
     return fake_reward_model(dataclasses.replace(options, pretrain=name), flag)
 
 
@@ -169,14 +193,13 @@ def _has_reference(options: TrainedModelOptions) -> bool:
     return options.lora_rank == 0 or options.ref_pretrain is not None
 
 
-# ---- Models that can be planned by their size alone: `70B` is a Llama of that size, of which no file is needed.
+# ---- models by their size alone: `70B` is a Llama of that size, of which no file is needed
 
-
-_NAMES = (
+_CONFIG_KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "vocab_size"),
 )
-_SIZES = {  # width, width of the feed-forward part, layers, heads, heads of keys and values, words
+_LLAMAS = {
     "7B": (4096, 11_008, 32, 32, 32, 32_000),
     "8B": (4096, 14_336, 32, 32, 8, 128_256),
     "13B": (5120, 13_824, 40, 40, 40, 32_000),
@@ -184,23 +207,25 @@ _SIZES = {  # width, width of the feed-forward part, layers, heads, heads of key
     "70B": (8192, 28_672, 80, 64, 8, 32_000),
     "405B": (16_384, 53_248, 126, 128, 8, 128_256),
 }
-_MIXTURES = {  # the same of Mixtrals: 8 experts, of which a token goes to 2
+_MIXTRALS = {  # 8 experts, of which a token goes to 2
     "8x7B": (4096, 14_336, 32, 32, 8, 32_000),
     "8x22B": (6144, 16_384, 56, 48, 8, 32_768),
 }
-NAMES = (*_SIZES, *_MIXTURES)
-LONGEST = 131_072  # positions: more than any of them, so that long rows can be planned
+SIZES = (*_LLAMAS, *_MIXTRALS)
+LONGEST = 131_072  # positions: more than any of them has, so that long rows can be planned
 
 
-def written(name: str, folder: Path) -> str:
-    """A folder with the config.json of this shape."""
+def write_config(size: str, folder: Path) -> str:
+    """A folder with the config.json of a model of this size."""
     config: dict[str, Any] = {"tie_word_embeddings": False, "max_position_embeddings": LONGEST}
-    if name in _SIZES:
-        config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | dict(zip(_NAMES, _SIZES[name]))
+    if size in _LLAMAS:
+        config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | dict(
+            zip(_CONFIG_KEYS, _LLAMAS[size])
+        )
     else:
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-        config |= dict(zip(_NAMES, _MIXTURES[name])) | {"num_local_experts": 8, "num_experts_per_tok": 2}
-    place = folder / name
+        config |= dict(zip(_CONFIG_KEYS, _MIXTRALS[size])) | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    place = folder / size
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(config))
     return str(place)

@@ -155,26 +155,17 @@ def usable_rows(report: DataReport, most: int, kept: int) -> tuple[int, bool]:
 
 def memory_line(options: TrainedModelOptions, device: Device, work: Callable[[], Work]) -> str:
     """What `trimtab plan` says of memory, in a line; where the job does not fit, which flags would make it."""
-    from trimtab.plan.plan import make_plan  # a second of imports
-    from trimtab.plan.split.launcher import flags_that_fit, planned_memory
+    from trimtab.plan.planner import make_plan  # a second of imports
 
     processes = options.processes
     here, propose = shared(of_device(device), processes), processes == 1 and is_wanted(options, device, World())
     try:
-        known = work()
-        if processes > 1:
-            share, memory = planned_memory(options, here, known, processes, propose=False)
-            fits, peak = memory.peak <= share.room, memory.peak
-        else:
-            plan = make_plan(options, here, known, propose=propose)
-            fits, peak = plan.fits, plan.memory.peak
-        verdict = "it fits"
-        if not fits:
-            verdict = f"it does not fit: {flags_that_fit(options, here, known, processes, propose=propose)}"
+        plan = make_plan(options, here, work(), processes, propose=propose)
+        verdict = "it fits" if plan.fits else f"it does not fit: {plan.flags_that_fit()}"
     except UserError as error:
         return f"memory: not planned ({error})"
     each = "" if processes == 1 else f" in each of {processes} processes"
-    return f"memory: about {peak / GIB:.2f} GiB at the peak{each}, of {here.memory / GIB:.1f} GiB here: {verdict}"
+    return f"memory: about {plan.memory_gib:.2f} GiB at the peak{each}, of {here.memory / GIB:.1f} GiB here: {verdict}"
 
 
 # ---- garbage collection

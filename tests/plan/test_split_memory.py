@@ -8,10 +8,10 @@ from tests.tiny import tiny_model
 from trimtab.config.checks import settle
 from trimtab.config.jobs import DPOOptions, GRPOOptions, SFTOptions
 from trimtab.config.parse import parse
-from trimtab.distributed import fsdp as sharding
+from trimtab.distributed import fsdp
 from trimtab.plan.hardware import NAMED, Hardware
-from trimtab.plan.split.plan import share_of
-from trimtab.plan.split.share import LEARNT_KEYS
+from trimtab.plan.memory import LEARNT_KEYS
+from trimtab.plan.planner import make_plan
 from trimtab.plan.workload import supposed
 
 WORDS = "--bf16 --max_len 64 --train_batch_size 64 --micro_train_batch_size 4 --zero_stage"
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 def sizes(model, words, processes, job=SFTOptions):
     options = settle(parse(job, f"--pretrain {model[0]} {words} --nproc {processes}".split()))[0]
-    memory = share_of(options, NAMED["H200"], supposed(options), processes).given()
+    memory = make_plan(options, NAMED["H200"], supposed(options), processes, propose=False).memory
     return {part.name.partition(": ")[2] or part.name: part.size for part in memory.parts if part.size}, memory
 
 
@@ -53,7 +53,7 @@ def test_large_gradients_are_split_after_every_pass_and_one_pass_has_no_sums(mod
     count = sum(p.numel() for p in model[1].parameters())
     whole, _ = sizes(model, f"{WORDS} 3 --train_batch_size 16", 4)
     assert "gradient sums, whole" not in whole and whole["gradients, 1 / 4"] == count, "of the end of the one pass"
-    monkeypatch.setattr(sharding, "WHOLE_SUMS", 0)
+    monkeypatch.setattr(fsdp, "WHOLE_SUMS", 0)
     split, _ = sizes(model, f"{WORDS} 3", 4)
     assert split["gradient sums, 1 / 4"] == count and "gradient sums, whole" not in split
 
@@ -69,7 +69,7 @@ def test_who_answers_has_all_weights_and_who_is_cut_has_a_part(model):
     found, memory = sizes(model, f"--bf16 {RL} --zero_stage 3 --init_kl_coef 0", 2, GRPOOptions)
     assert found["weights, gathered to answer"] == 2 * count and memory.during("rollout") > 2 * count
     options = settle(parse(GRPOOptions, f"--pretrain {model[0]} {RL} --init_kl_coef 0 --nproc 2".split()))[0]
-    here = share_of(options, Hardware("CPU", 2**30, accelerator=False), supposed(options), 2).given()
+    here = make_plan(options, Hardware("CPU", 2**30, accelerator=False), supposed(options), 2, propose=False).memory
     assert here.during("rollout") > 4 * count, "of a CPU as well"
     cut, _ = sizes(model, f"--bf16 {RL} --zero_stage 3 --init_kl_coef 0 --ds_tensor_parallel_size 2", 2, GRPOOptions)
     assert 0.5 * 2 * count <= cut["weights, gathered to answer"] < 0.55 * 2 * count
@@ -78,8 +78,10 @@ def test_who_answers_has_all_weights_and_who_is_cut_has_a_part(model):
 def test_a_row_is_shared_out_and_the_keys_of_the_whole_one_are_gathered(model):
     options = SFTOptions(pretrain=model[0], bf16=True, max_len=64, micro_train_batch_size=4, ring_attn_size=2)
     work = supposed(options)
-    found = {part.name: part.size for part in share_of(options, NAMED["H200"], work, 4).given().parts}
-    whole = {part.name: part.size for part in share_of(_plain(options), NAMED["H200"], work, 4).given().parts}
+    found = {part.name: part.size for part in make_plan(options, NAMED["H200"], work, 4, propose=False).memory.parts}
+    whole = {
+        part.name: part.size for part in make_plan(_plain(options), NAMED["H200"], work, 4, propose=False).memory.parts
+    }
     assert found["model: activations of 128 tokens"] == pytest.approx(
         whole["model: activations of 256 tokens"] / 2, rel=0.05
     )

@@ -8,14 +8,11 @@ from tests.tiny import tiny_model
 from trimtab.config.checks import settle
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parse import parse
-from trimtab.plan import workload
-from trimtab.plan.advice import that_fit
 from trimtab.plan.hardware import GIB, NAMED, Hardware, Machines
-from trimtab.plan.split.launcher import flags_that_fit
-from trimtab.plan.split.layout import Split
-from trimtab.plan.split.plan import SplitPlan, SplitPlanner, best, plan_split
-from trimtab.plan.split.telling import flags, lines
-from trimtab.plan.workload import supposed
+from trimtab.plan.layouts import Split
+from trimtab.plan.planner import Plan, Planner, best, make_plan, plan_layouts, that_fit
+from trimtab.plan.printer import lines, split_flags
+from trimtab.plan.workload import supposed, write_config
 
 MIB = 2**20
 DEVICE = Hardware("small", 64 * MIB, 1e12, 1e12, 1e11, link=1e10)
@@ -36,7 +33,8 @@ def sft(pretrain, words=""):
 
 @pytest.fixture(scope="module")
 def planner(model):
-    return SplitPlanner(sft(model), machines())
+    options = sft(model)
+    return Planner(options, machines(), supposed(options), propose=True)
 
 
 def machines(memory=64 * MIB):
@@ -46,23 +44,23 @@ def machines(memory=64 * MIB):
 def test_the_fastest_layout_that_fits_is_proposed_and_its_flags_ask_for_it(planner, model):
     tight = planner.on(machines(MIB // 2))
     for found in (planner, tight):
-        proposed = best(found.all)
-        assert proposed.fits and all(proposed.whole <= other.whole for other in found.all if other.fits)
-        again = sft(model, " ".join(flags(proposed)))
-        assert Split.of(again, 4) == proposed.share.split
+        proposed = best(found.splits)
+        assert proposed.fits and all(proposed.whole <= other.whole for other in found.splits if other.fits)
+        again = sft(model, " ".join(split_flags(proposed)))
+        assert Split.of(again, 4) == proposed.split
         assert {name: getattr(again, name) for name in proposed.changes} == proposed.changes
-    assert best(tight.all).whole > best(planner.all).whole
+    assert best(tight.splits).whole > best(planner.splits).whole
 
 
 def test_options_that_were_given_stay(model):
-    made = plan_split(sft(model, "--zero_stage 3 --ds_tensor_parallel_size 1 --gradient_checkpointing"), machines())
-    assert made.asked is not None and made.asked.share.split.zero_stage == 3
-    assert all(found.share.options.gradient_checkpointing for found in made.planner.all)
+    made = plan_layouts(sft(model, "--zero_stage 3 --ds_tensor_parallel_size 1 --gradient_checkpointing"), machines())
+    assert made.asked is not None and made.asked.split.zero_stage == 3
+    assert all(found.options.gradient_checkpointing for found in made.candidates)
 
 
 def test_where_nothing_fits_it_says_so_and_what_would(planner):
     small = planner.on(machines(MIB // 4))
-    told = lines(SplitPlan(small, None, best(small.all)), "it")
+    told = lines(Plan(small, best(small.splits), None, best(small.splits), small.splits), "it")
     assert any(line.startswith("nothing fits: the least is") for line in told)
     assert any("--lora_rank 16" in line for line in told)
 
@@ -71,21 +69,22 @@ def test_flags_that_fit_are_tried_in_the_order_of_their_cost():
     bytes_of = {"bf16": 3, "zero_stage": 5, "gradient_checkpointing": 6, "adam_offload": 4}
     options = SFTOptions()
 
-    def peak(tried):
+    def peak(change):
+        tried = dataclasses.replace(options, **change)
         changed = [name for name in bytes_of if getattr(tried, name) != getattr(options, name)]
         return 20 - sum(bytes_of[name] for name in changed)
 
     ways = [{"bf16": True}, {"zero_stage": 3}, {"gradient_checkpointing": True}, {"adam_offload": True}]
-    assert that_fit(options, ways, peak, 15) == [{"zero_stage": 3}, {"gradient_checkpointing": True}]
-    assert that_fit(options, ways, peak, 9) == [{"zero_stage": 3, "gradient_checkpointing": True}]
-    assert that_fit(options, ways, peak, 1) == []
+    assert that_fit(ways, peak, 15) == [{"zero_stage": 3}, {"gradient_checkpointing": True}]
+    assert that_fit(ways, peak, 9) == [{"zero_stage": 3, "gradient_checkpointing": True}]
+    assert that_fit(ways, peak, 1) == []
 
 
 def test_a_job_that_does_not_fit_names_the_flag_that_makes_it_fit(model):
     options = sft(model, "--nproc 2 --micro_train_batch_size 8 --zero_stage 2")
     work = supposed(options)
     small = dataclasses.replace(DEVICE, memory=2 * MIB)
-    told = flags_that_fit(options, small, work, 2, propose=False)
+    told = make_plan(options, small, work, 2, propose=False).flags_that_fit()
     assert told.startswith("try --") and "--gradient_checkpointing" in told
 
 
@@ -105,9 +104,7 @@ def test_a_job_that_does_not_fit_names_the_flag_that_makes_it_fit(model):
     ],
 )
 def test_large_models_get_a_layout_that_fits(size, nodes, device, memory, tmp_path):
-    options = settle(parse(SFTOptions, f"--pretrain {workload.written(size, tmp_path)} --bf16 --max_len 4096".split()))[
-        0
-    ]
-    made = plan_split(options, Machines(NAMED[device], nodes, 8, 100e9))
-    assert made.proposed.fits and made.proposed.memory.peak < 0.86 * memory * GIB
-    assert made.proposed.memory.peak > 0.1 * memory * GIB
+    options = settle(parse(SFTOptions, f"--pretrain {write_config(size, tmp_path)} --bf16 --max_len 4096".split()))[0]
+    made = plan_layouts(options, Machines(NAMED[device], nodes, 8, 100e9))
+    assert made.proposed.fits and made.proposed.peak < 0.86 * memory * GIB
+    assert made.proposed.peak > 0.1 * memory * GIB

@@ -178,7 +178,7 @@ def test_a_model_that_cannot_be_planned_is_refused_only_where_a_plan_was_asked_f
     def broken(*_, **__):
         raise NotImplementedError("it looks at contents\nand more")
 
-    monkeypatch.setattr("trimtab.plan.memory.MemoryModel.at", broken)
+    monkeypatch.setattr("trimtab.plan.memory.ProcessMemory.at", broken)
     assert run("--fit_memory") == 2
     assert "--pretrain model cannot be planned: it looks at contents\n" in capsys.readouterr().err
     monkeypatch.setattr("trimtab.plan.micro_batches.is_wanted", lambda *_: True)

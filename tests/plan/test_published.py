@@ -8,14 +8,14 @@ import pytest
 from trimtab.config.checks import settle
 from trimtab.config.jobs import PPOOptions
 from trimtab.config.parse import parse
-from trimtab.plan import workload
-from trimtab.plan.cluster.candidates import PAIRS, candidates
-from trimtab.plan.cluster.plan import Planner, best
 from trimtab.plan.hardware import NAMED, Machines
+from trimtab.plan.layouts import PAIRS, cluster_candidates
+from trimtab.plan.planner import Planner, best
+from trimtab.plan.workload import supposed, write_config
 
 PUBLISHED = {"7B": (16, 471.11), "13B": (32, 608.93), "34B": (32, 1526.4), "70B": (32, 4488.53)}  # GPUs, seconds
 FACTOR = 1.6
-PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 WORDS = """--ray --bf16 --zero_stage 3 --adam_offload --gradient_checkpointing --rollout_batch_size 1024
     --train_batch_size 128 --prompt_max_len 1024 --generate_max_len 1024"""
 
@@ -30,14 +30,15 @@ def row_of(size: str) -> list[str]:
 )
 def test_the_page_says_what_is_planned_beside_what_was_published(size, tmp_path):
     gpus, seconds = PUBLISHED[size]
-    model = workload.written(size, tmp_path)
+    model = write_config(size, tmp_path)
     options, _ = settle(parse(PPOOptions, f"--pretrain {model} --reward_pretrain {model} {WORDS}".split()))
-    planner = Planner(options, Machines(NAMED["A800-80G"], gpus // 8, 8, 100e9))
-    layouts = candidates(planner.units, planner.machines, planner.least_tensor_parallel())[PAIRS]
+    machines = Machines(NAMED["A800-80G"], gpus // 8, 8, 100e9)
+    planner = Planner(options, machines, supposed(options), propose=True)
+    layouts = cluster_candidates(planner.units, planner.machines, planner.least_tensor_parallel())[PAIRS]
     planned = best([planner.tried(PAIRS, layout, sleep=True) for layout in layouts])
     assert planned.fits and 1 / FACTOR < planned.whole / seconds < FACTOR
     said = row_of(size)
-    parts = planned.iteration.seconds
+    parts = planned.time.phases
     assert said[:4] == [str(gpus), f"{seconds:.0f}", f"{planned.whole:.0f}", f"{planned.whole / seconds:.2f}"]
     assert [float(cell) for cell in said[4:8]] == [
         pytest.approx(parts[part], abs=0.51 if parts[part] >= 10 else 0.051)

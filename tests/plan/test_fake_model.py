@@ -1,4 +1,4 @@
-"""What a pretended pass says against what real tensors take."""
+"""What a pass of a fake model takes against what real tensors take."""
 
 import numpy as np
 import pytest
@@ -11,8 +11,11 @@ from trimtab.models.activation_memory import enable_gradient_checkpointing
 from trimtab.models.packed import cast_parameters
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.plan.fake_model import LiveBytes, Pretended
-from trimtab.plan.workload import Rows
+from trimtab.plan.fake_model import FakeModel, LiveBytes, PlannedModel
+from trimtab.plan.hardware import NAMED
+from trimtab.plan.layouts import Split
+from trimtab.plan.memory import ProcessMemory
+from trimtab.plan.workload import JobModel, Rows, Work
 from trimtab.train.optimizer import Optimiser
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -27,6 +30,15 @@ def real(family: str, **changes) -> Policy:
     model = Policy(tiny_model(family, **SHAPE, **changes))
     assert choose_path(model).path == "packed"
     return model.train()
+
+
+def planned(family: str, options: SFTOptions, **changes) -> PlannedModel:
+    found = JobModel("model", "model", skeleton(family, **changes), trained=True)
+    return PlannedModel(options, Rows(0, 64), found, lambda: skeleton(family, **changes))
+
+
+def process(model: PlannedModel, options: SFTOptions) -> ProcessMemory:
+    return ProcessMemory(options, NAMED["H200"], Work(Rows(0, 64), 256, 64), Split.of(options, 1), [model])
 
 
 def saved_bytes(model: Policy, batch: TokenBatch) -> int:
@@ -49,7 +61,7 @@ def saved_bytes(model: Policy, batch: TokenBatch) -> int:
 @pytest.mark.parametrize("tokens", [300, 700])
 def test_activations_are_those_that_autograd_keeps(family, tokens):
     rows = Rows(prompt=40, answer=60, group=2)
-    said = Pretended(skeleton(family), SFTOptions(), accelerator=False).training_pass(rows, tokens)
+    said = FakeModel(skeleton(family), SFTOptions(), accelerator=False).training_pass(rows, tokens)
     really = saved_bytes(real(family), TokenBatch.of(*rows.examples(tokens)))
     assert said.kept == pytest.approx(really, rel=0.15)
 
@@ -58,16 +70,16 @@ def test_activations_are_those_that_autograd_keeps(family, tokens):
 def test_an_accelerator_keeps_what_a_cpu_keeps_but_for_copies_that_attention_makes(family):
     rows, options = Rows(0, 100), SFTOptions()
     here, there = (
-        Pretended(skeleton(family), options, accelerator=a).training_pass(rows, 700).kept for a in (False, True)
+        FakeModel(skeleton(family), options, accelerator=a).training_pass(rows, 700).kept for a in (False, True)
     )
     assert 0.7 * here < there < 1.02 * here
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_pretended_pass_takes_what_the_real_one_takes(checkpointing):
+def test_a_fake_pass_takes_what_the_real_one_takes(checkpointing):
     """The same counting of live storages, over real tensors with contents."""
     rows, options = Rows(0, 128), SFTOptions(gradient_checkpointing=checkpointing)
-    said = Pretended(skeleton("llama"), options, accelerator=False).training_pass(rows, 512)
+    said = FakeModel(skeleton("llama"), options, accelerator=False).training_pass(rows, 512)
     model = real("llama")
     if checkpointing:
         enable_gradient_checkpointing(model, options)
@@ -82,7 +94,8 @@ def test_a_pretended_pass_takes_what_the_real_one_takes(checkpointing):
 
 def test_weights_masters_and_gradient_sums_are_those_of_the_optimiser():
     options = SFTOptions(bf16=True)
-    said = Pretended(skeleton("llama_tied"), options, accelerator=True)
+    said = planned("llama_tied", options)
+    parts = {part.name: part.size for part in process(said, options).at(64).parts}
     model = real("llama_tied")
     cast_parameters(model, torch.bfloat16)
     optimiser = Optimiser(model.model, options, 1, learning_rate=1e-3, fused=False)
@@ -90,24 +103,26 @@ def test_weights_masters_and_gradient_sums_are_those_of_the_optimiser():
     gradients = sum(g.nbytes for g in optimiser.accumulated.values())
     optimiser.step(0)
     moments = [t for state in optimiser.adam.state.values() for k, t in state.items() if k.startswith("exp_avg")]
-    assert said.weights() == sum(p.nbytes for p in model.parameters())
-    assert said.masters() == sum(m.nbytes for m in optimiser.masters.values())
-    assert said.gradient_sums() == gradients
-    assert 8 * said.trained() == sum(m.nbytes for m in moments)
+    assert said.weights == parts["model: working weights"] == sum(p.nbytes for p in model.parameters())
+    assert parts["model: fp32 masters"] == sum(m.nbytes for m in optimiser.masters.values())
+    assert parts["model: gradient sums"] == gradients
+    assert parts["model: Adam's moments"] == 8 * said.learnt == sum(m.nbytes for m in moments)
 
 
 def test_what_the_files_hold_is_not_what_is_worked_with():
     with torch.device("meta"):
         half = Policy(tiny_model("llama").bfloat16())
         whole = Policy(tiny_model("llama"))
-    sizes = [Pretended(model, SFTOptions(), accelerator=True).weights() for model in (half, whole)]
+    sizes = [
+        PlannedModel(SFTOptions(), Rows(0, 64), JobModel("it", "it", model), None).weights for model in (half, whole)
+    ]
     assert sizes[0] == sizes[1] == 4 * sum(p.numel() for p in whole.parameters())
 
 
 def test_checkpointing_keeps_a_fraction_and_scoring_keeps_nothing():
     rows, deep = Rows(0, 128), {"num_hidden_layers": 8}
-    plain = Pretended(skeleton("llama", **deep), SFTOptions(bf16=True), accelerator=True)
-    frugal = Pretended(skeleton("llama", **deep), SFTOptions(bf16=True, gradient_checkpointing=True), accelerator=True)
+    plain = FakeModel(skeleton("llama", **deep), SFTOptions(bf16=True), accelerator=True)
+    frugal = FakeModel(skeleton("llama", **deep), SFTOptions(bf16=True, gradient_checkpointing=True), accelerator=True)
     kept = plain.training_pass(rows, 4096).kept
     assert frugal.training_pass(rows, 4096).kept < 0.2 * kept
     assert plain.scoring_pass(rows, 4096) < 0.3 * kept
@@ -119,13 +134,13 @@ def test_activations_in_main_memory_take_no_room_on_an_accelerator():
     for away in (False, True):
         options = SFTOptions(bf16=True, gradient_checkpointing=True, offload_activations=away)
         deep = skeleton("llama", num_hidden_layers=8, max_position_embeddings=512)
-        kept.append(Pretended(deep, options, accelerator=True).training_pass(rows, many).kept)
+        kept.append(FakeModel(deep, options, accelerator=True).training_pass(rows, many).kept)
     inputs = 8 * many * 32 * 2
     assert kept[0] - kept[1] > 0.9 * inputs
 
 
 def test_activations_grow_with_tokens_and_not_with_the_length_of_sequences():
-    model = Pretended(skeleton("llama", max_position_embeddings=4096), SFTOptions(bf16=True), accelerator=True)
+    model = FakeModel(skeleton("llama", max_position_embeddings=4096), SFTOptions(bf16=True), accelerator=True)
     short, long = (model.training_pass(Rows(0, length), 2048).kept for length in (64, 1024))
     assert short == pytest.approx(long, rel=0.03)
     assert model.training_pass(Rows(0, 64), 4096).kept == pytest.approx(2 * short, rel=0.02)
@@ -136,3 +151,16 @@ def test_a_row_has_the_tokens_that_were_asked_for_and_shares_prompts():
     assert batch.tokens == 55
     assert [s.prefix_length for s in batch.spans] == [0, 10, 10, 0, 10, 10, 0]
     assert np.array_equal(batch.ids_T, np.zeros(55))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_pass_of_equal_layers_follows_from_two_short_ones(checkpointing):
+    options = SFTOptions(bf16=True, gradient_checkpointing=checkpointing)
+    said, rows = planned("llama", options, num_hidden_layers=6), Rows(0, 64)
+    whole = FakeModel(skeleton("llama", num_hidden_layers=6), options, accelerator=True)
+    for tokens in (192, 256):
+        for recomputed in (None, 0, 2, 6) if checkpointing else (None, 0):
+            short, really = said.training_bytes(tokens, recomputed), whole.training_pass(rows, tokens, recomputed)
+            assert short.kept == pytest.approx(really.kept, rel=0.001)
+            assert short.peak == pytest.approx(really.peak, rel=0.01)
+    assert said.root_weights + 6 * said.layer_weights == said.weights

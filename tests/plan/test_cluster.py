@@ -9,15 +9,11 @@ from trimtab.config.checks import settle
 from trimtab.config.jobs import GRPOOptions, PPOOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.ray.placement import Engines, Layout, Pool
-from trimtab.plan.cluster.advice import advice
-from trimtab.plan.cluster.candidates import candidates, groupings, sizes_of, splits, words_of
-from trimtab.plan.cluster.plan import AS_ASKED, Planner, plan_cluster
-from trimtab.plan.cluster.telling import lines
-from trimtab.plan.fake_model import Pretended
 from trimtab.plan.hardware import LINK_SHARE, NAMED, Hardware, Machines
-from trimtab.plan.layouts import layout_of
-from trimtab.plan.models import planned_models
-from trimtab.plan.workload import supposed, trained_models
+from trimtab.plan.layouts import cluster_candidates, groupings, layout_flags, layout_of, sizes_of, splits
+from trimtab.plan.planner import AS_ASKED, Planner, plan_layouts
+from trimtab.plan.printer import conclusions, lines
+from trimtab.plan.workload import supposed
 
 DEVICE = Hardware("small", 64 * 2**20, 1e12, 1e12, 1e11, link=1e10)
 TWO = Machines(DEVICE, 2, 4, 4e9)
@@ -39,19 +35,8 @@ def ppo(model, *more, job=PPOOptions):
 
 @pytest.fixture(scope="module")
 def planner(model):
-    return Planner(ppo(model), TWO)
-
-
-def test_a_pass_of_equal_layers_follows_from_two_short_ones(model):
     options = ppo(model)
-    rows = supposed(options).rows
-    planned = planned_models(options, rows)[0]
-    whole = Pretended(trained_models(options)["actor"], options, accelerator=True).training_pass(rows, 256)
-    assert planned.training_bytes(256).kept == pytest.approx(whole.kept, rel=0.02)
-    assert planned.training_bytes(256).peak == pytest.approx(whole.peak, rel=0.1)
-    assert planned.training_bytes(192).kept == pytest.approx(whole.kept * 3 / 4, rel=0.05)
-    assert planned.weights == sum(p.numel() for p in tiny_model("llama", num_hidden_layers=6).parameters()) * 2
-    assert planned.root_weights + 6 * planned.layer_weights == planned.weights
+    return Planner(options, TWO, supposed(options), propose=True)
 
 
 def test_groups_are_whole_machines_or_parts_of_one_and_all_devices_together():
@@ -72,8 +57,8 @@ def test_layouts_are_those_of_the_documents(planner):
 
 @pytest.mark.parametrize("kind", ["hybrid", "pairs", "apart", "built-in engine"])
 def test_the_options_that_a_plan_names_ask_for_its_layout(planner, model, kind):
-    for layout in candidates(planner.units, TWO, 1)[kind]:
-        assert layout_of(ppo(model, words_of(layout)), planner.units) == layout
+    for layout in cluster_candidates(planner.units, TWO, 1)[kind]:
+        assert layout_of(ppo(model, layout_flags(layout)), planner.units) == layout
 
 
 def test_a_split_model_is_shared_out_and_offload_and_sleep_take_it_away(planner):
@@ -81,21 +66,22 @@ def test_a_split_model_is_shared_out_and_offload_and_sleep_take_it_away(planner)
     actor = planner.models[0]
 
     def parts(planner, **how):
-        share = planner.shares.of_pool(layout, layout.pools[0], None, **{"sleep": False} | how)
-        return {part.name: part for part in share.memory.parts}
+        held = planner.process(layout.pools[0].units, layout.pools[0].size, **how)
+        return {part.name: part for part in held.largest_doubling().parts}
 
-    held = parts(planner)["actor: masters and moments"]
-    assert held.size == 12 * actor.learnt // 4 and "rollout" in held.phases
-    assert parts(planner, sleep=True)["actor: masters and moments"].phases == ("scoring", "update")
-    assert "actor: masters and moments" not in parts(planner.changed(adam_offload=True))
+    moments = parts(planner)["actor: Adam's moments, 1 / 4"]
+    assert moments.size == 8 * actor.learnt // 4 and "rollout" in moments.phases
+    assert parts(planner)["actor: fp32 masters, 1 / 4"].size == 4 * actor.learnt // 4
+    assert "rollout" not in parts(planner, sleep=True)["actor: Adam's moments, 1 / 4"].phases
+    assert "actor: Adam's moments, 1 / 4" not in parts(planner.changed(adam_offload=True))
     whole = parts(planner.changed(zero_stage=0))
-    assert whole["actor: masters and moments"].size == 12 * actor.learnt
-    assert whole["actor: working weights"].size == actor.weights
-    assert parts(planner.changed(zero_stage=2))["actor: working weights, whole"].size == actor.weights
+    assert whole["actor: Adam's moments, 1 / 1"].size == 8 * actor.learnt
+    assert whole["actor: working weights, gathered"].size == actor.weights
+    assert parts(planner.changed(zero_stage=2))["actor: working weights, gathered"].size == actor.weights
 
 
 def test_weights_go_to_engines_over_the_link_that_is_there(planner):
-    timing, weights = planner.timing, planner.models[0].weights
+    timing, weights = planner.clock, planner.models[0].weights
     pool = Pool("actor", tuple(planner.units), 1, 4)
     apart, link = timing.sync(Layout((pool,), Engines(4, 1, None)))
     gathered = weights * 3 / 4 / (LINK_SHARE * 1e10)
@@ -103,51 +89,50 @@ def test_weights_go_to_engines_over_the_link_that_is_there(planner):
     near, link = timing.sync(Layout((dataclasses.replace(pool, per_node=2),), Engines(2, 1, None)))
     assert near == pytest.approx(weights / 2 / (LINK_SHARE * 1e10) + weights / (LINK_SHARE * 1e10))
     shared, link = timing.sync(Layout((pool,), Engines(4, 1, "actor")))
-    assert shared == pytest.approx(gathered + weights / timing.clock.bandwidth) and link == "the same device"
+    assert shared == pytest.approx(gathered + weights / timing.bandwidth) and link == "the same device"
 
 
 def test_twice_the_devices_take_half_the_arithmetic(planner):
     def seconds(devices):
-        pool = Pool("actor", ("actor",), 1, devices)
-        layout = Layout((pool,), Engines(1, 1, None))
-        share = planner.shares.of_pool(layout, pool, None, sleep=False)
-        return planner.timing.update(planner.models[0], pool, share)[0]
+        held = planner.process(("actor",), devices)
+        tokens = 1024 * planner.work.tokens
+        return planner.clock.update(planner.models[0], held.split, tokens, 1, held.at(64)).arithmetic
 
     assert seconds(2) == pytest.approx(2 * seconds(4), rel=0.01)
 
 
 def test_the_best_of_a_kind_is_the_fastest_that_fits(planner):
     for found in planner.best_of_each_kind():
-        layouts = candidates(planner.units, TWO, 1)[found.kind]
+        layouts = cluster_candidates(planner.units, TWO, 1)[found.kind]
         tried = [planner.tried(found.kind, layout, sleep=True) for layout in layouts]
         assert found.fits and found.whole == min(one.whole for one in tried if one.fits)
 
 
 def test_advice_follows_from_figures(model):
     several = ppo(model, "--n_samples_per_prompt 4 --prompt_max_len 256 --max_len 300 --adam_offload", job=GRPOOptions)
-    plan = plan_cluster(several, dataclasses.replace(TWO, nodes=3))
-    told = advice(plan)
-    kinds = {tried.kind: tried for tried in plan.kinds}
+    plan = plan_layouts(several, dataclasses.replace(TWO, nodes=3))
+    told = list(conclusions(plan))
+    kinds = {tried.kind: tried for tried in plan.candidates}
     fastest = min(kinds.values(), key=lambda tried: tried.whole)
     assert told[0].startswith(f"{fastest.kind}: {fastest.whole:.0f} s, against")
     assert any(line.startswith("devices of") and "equal parts" in line for line in told)
     assert any("without --adam_offload it fits too" in line for line in told)
     if plan.shown.layout.engines:
         assert any("--enable_prefix_caching" in line for line in told)
-    one = plan_cluster(ppo(model, "--adam_offload False"), TWO)
-    assert not any("--enable_prefix_caching" in line or "--adam_offload" in line for line in advice(one))
+    one = plan_layouts(ppo(model, "--adam_offload False"), TWO)
+    assert not any("--enable_prefix_caching" in line or "--adam_offload" in line for line in conclusions(one))
 
 
 def test_too_little_memory_is_said_with_what_would_help(model):
     tight = dataclasses.replace(TWO, hardware=dataclasses.replace(DEVICE, memory=2**18))
-    plan = plan_cluster(ppo(model, "--zero_stage 0"), tight)
-    assert not any(tried.fits for tried in plan.kinds)
-    assert advice(plan)[0].startswith("nothing fits")
+    plan = plan_layouts(ppo(model, "--zero_stage 0"), tight)
+    assert not any(tried.fits for tried in plan.candidates)
+    assert next(conclusions(plan)).startswith("nothing fits")
 
 
 def test_the_layout_of_the_options_comes_first_and_is_told_part_by_part(model):
     words = "--actor_num_gpus_per_node 4 --colocate_actor_ref --critic_num_gpus_per_node 2 --colocate_critic_reward"
-    plan = plan_cluster(ppo(model, words, "--vllm_num_engines 2"), TWO)
+    plan = plan_layouts(ppo(model, words, "--vllm_num_engines 2"), TWO)
     assert plan.shown.kind == AS_ASKED and sizes_of(plan.shown.layout) == [4, 2, 2]
     told = lines(plan, "tiny")
     assert told[0] == "ppo of tiny on 2 machines with 4 x small, 0.1 GiB each"
