@@ -20,7 +20,7 @@ from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl import roles
-from trimtab.train.rl.async_worker import AsyncRolloutWorker
+from trimtab.train.rl.async_worker import ThreadedRolloutWorker
 
 ON_RAY = "--ray --vllm_num_engines 2 --rollout_engine vllm"
 
@@ -81,6 +81,6 @@ def build_engines_apart(seconds: float, notes: Path | None = None) -> None:
         if notes is not None:
             (notes / str(os.getpid())).write_text("built")
         rewards = non_model_rewards(options, place.stop.requested)
-        return {"rollouts": AsyncRolloutWorker(engine, rewards, tokenizer, place.stop.requested, beside=True)}
+        return {"rollouts": ThreadedRolloutWorker(engine, rewards, tokenizer, place.stop.requested)}
 
     roles.build_engine_rollouts = build

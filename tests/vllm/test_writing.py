@@ -8,7 +8,7 @@ from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.rl.async_groups import Admission, InFlightGroup
-from trimtab.train.rl.async_worker import AsyncRolloutWorker
+from trimtab.train.rl.async_worker import ThreadedRolloutWorker
 
 PROMPTS, SEEDS = [[5, 6, 7, 8], [9, 10, 11], [12]], [1, 2, 3]
 GREEDY = SamplingParams(max_new_tokens=100, n=2, temperature=0)
@@ -26,13 +26,13 @@ def engine(tmp_path_factory):
 @pytest.mark.parametrize("drained", [False, True], ids=["in_flight", "drained"])
 def test_answers_of_a_thread_that_is_interrupted_again_and_again(drained, engine):
     expected = {(r.prompt, r.sample): r for r in engine.generate(PROMPTS, GREEDY, seeds=SEEDS)}
-    role = AsyncRolloutWorker(engine, [], make_tokenizer(), lambda: False, beside=True)
+    role = ThreadedRolloutWorker(engine, [], make_tokenizer(), lambda: False)
     groups = [InFlightGroup(place, 0, place, SEEDS[place]) for place in range(3)]
     role.admit(Admission(groups, PromptBatch([0, 1, 2], SEEDS, PROMPTS, "prompt")), sampling=GREEDY)
-    role.go_on()
+    role.resume()
     found, seen, cut = {}, 0, 0
     while len(found) < 3:
-        found |= {written.place: written.answers.experience for written in role.collect(seconds=0.03).written}
+        found |= {written.place: written.experience for written in role.collect(seconds=0.03).finished}
         for group in role.unfinished():  # while the thread writes
             for draft in group.trajectories:
                 whole = expected[group.place, draft.sample]
@@ -41,7 +41,7 @@ def test_answers_of_a_thread_that_is_interrupted_again_and_again(drained, engine
                 seen += 0 < len(draft.ids) < len(whole.ids)
         assert role.pause(drained=drained)
         cut += sum(draft.finish is None for group in role.unfinished() for draft in group.trajectories if draft.ids)
-        role.go_on()
+        role.resume()
     role.writing.close()
     assert seen and (cut == 0) == drained
     for (place, sample), rollout in expected.items():

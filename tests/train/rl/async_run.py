@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.train.rl.rl_run import EPISODES, PROMPTS, arguments, rows
 from trimtab.train.metrics import read_rows
-from trimtab.train.rl.async_worker import GroupGenerator
+from trimtab.train.rl.async_worker import AsyncRolloutWorker
 from trimtab.train.rl.loop import RLRun
 
 BOUND = 2
@@ -49,23 +49,23 @@ def kill_after(seconds: float) -> None:
 
 def tell_while_collecting(number: int, times: int) -> None:
     """Send this process a signal when it has asked so often what is written."""
-    plain, calls = GroupGenerator.advance, itertools.count(1)
+    plain, calls = AsyncRolloutWorker.advance, itertools.count(1)
 
     def advance(writing, *given):
         if next(calls) == times:
             os.kill(os.getpid(), number)
         return plain(writing, *given)
 
-    GroupGenerator.advance = advance
+    AsyncRolloutWorker.advance = advance
 
 
 def tell_in_pause(number: int, times: int) -> None:
     """Send this process a signal when it pauses for so often: in an iteration's first, a batch has been chosen."""
-    plain, calls = GroupGenerator.pause, itertools.count(1)
+    plain, calls = AsyncRolloutWorker.pause, itertools.count(1)
 
     def pause(writing, **given):
         if next(calls) == times:
             os.kill(os.getpid(), number)
         return plain(writing, **given)
 
-    GroupGenerator.pause = pause
+    AsyncRolloutWorker.pause = pause

@@ -10,10 +10,9 @@ import numpy as np
 from trimtab.distributed.launcher import EngineLost, Group, PendingCall, Processes, Unanswered
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl.async_groups import Admission, Collected, InFlightGroup, Wait, Written
+from trimtab.train.rl.async_groups import Admission, Collected, FinishedGroup, InFlightGroup, Wait
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_client import RolloutClient
-from trimtab.train.rl.rollout_worker import Answers
 
 SAMPLES = 2
 
@@ -56,18 +55,18 @@ class Process:
         log_probs = np.append(draft.log_probs, np.float32(-1)).astype(np.float32)
         return replace(draft, tokens=[*draft.ids, 7], log_probs=log_probs, versions=versions)
 
-    def _written(self, group: InFlightGroup) -> Written:
+    def _written(self, group: InFlightGroup) -> FinishedGroup:
         rollouts = [
             Trajectory(0, d.sample, [1, 2], d.ids, d.log_probs, "stop", versions=d.versions) for d in group.trajectories
         ]
         scores = [float(group.row % 3), 1.0]
-        return Written(group.place, Answers(Experience.of([group.row] * SAMPLES, rollouts), [RewardResult(scores)]))
+        return FinishedGroup(group.place, Experience.of([group.row] * SAMPLES, rollouts), [RewardResult(scores)])
 
     def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
         self.writing = False
         return True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.writing = True
 
     def unfinished(self) -> list[InFlightGroup]:

@@ -18,7 +18,7 @@ from trimtab.cli.main import main
 from trimtab.errors import CannotWrite, OutOfMemory
 from trimtab.train.metrics import read_rows
 from trimtab.train.micro_batch_limit import BeginAnew, NoRoom
-from trimtab.train.rl.async_worker import GroupGenerator
+from trimtab.train.rl.async_worker import AsyncRolloutWorker
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
 
@@ -227,7 +227,7 @@ def test_a_reward_that_never_comes_ends_the_run_with_a_table_and_a_checkpoint(fo
 
 @pytest.mark.long
 def test_where_the_engine_has_no_room_what_it_had_written_is_saved(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
-    plain, calls = GroupGenerator.advance, itertools.count(1)
+    plain, calls = AsyncRolloutWorker.advance, itertools.count(1)
 
     def short(writing, **given):
         if next(calls) == 25:
@@ -235,7 +235,7 @@ def test_where_the_engine_has_no_room_what_it_had_written_is_saved(folder, tmp_p
         return plain(writing, **given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(GroupGenerator, "advance", short)
+        patch.setattr(AsyncRolloutWorker, "advance", short)
         assert main(words(folder, tmp_path, "grpo")) == 1
     assert "the rollout does not fit into memory (no room for a page)" in capsys.readouterr().err
     assert main([*words(folder, tmp_path, "grpo"), "--load_checkpoint"]) == 0

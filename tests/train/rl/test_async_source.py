@@ -105,18 +105,18 @@ def test_every_prompt_is_trained_or_filtered_once_over_random_kills_and_numbers_
     if filtering:  # the answers to a prompt of a row 3 k + 1 are rewarded alike
         useful = {place for place in range(run.order.steps) if run.order.step_samples(place)[0] % 3 != 1}
         assert {place for line in run.lines for place in line["trained"]} == useful
-    assert not run.supply.judged and not run.supply.ledger.versions
+    assert not run.supply.scored and not run.supply.ledger.versions
 
 
 def test_what_is_written_survives_a_checkpoint_token_by_token():
     run = Run(3, async_queue_size=2, async_staleness=4)
     run.iterate()
     before = {group.place: group for group in run.members[0].unfinished()}
-    judged = dict(run.supply.judged)
+    judged = dict(run.supply.scored)
     assert before and any(len(group.trajectories[0].ids) for group in before.values())
     run.killed(run.saved(), seed=9, processes=2)
     after = {group.place: group for member in run.members for group in member.unfinished()}
-    assert after.keys() == before.keys() and run.supply.judged.keys() == judged.keys()
+    assert after.keys() == before.keys() and run.supply.scored.keys() == judged.keys()
     for place, group in before.items():
         assert (group.row, group.seed, group.version) == (after[place].row, after[place].seed, after[place].version)
         for old, new in zip(group.trajectories, after[place].trajectories, strict=True):
@@ -154,7 +154,7 @@ def test_a_batch_in_hand_is_the_loops_and_not_put_back():
     assert run.settled() == list(range(run.order.steps))
 
 
-@pytest.mark.parametrize("method", ["collect", "pause", "admit", "go_on", "unfinished"])
+@pytest.mark.parametrize("method", ["collect", "pause", "admit", "resume", "unfinished"])
 def test_when_an_engine_is_lost_its_groups_are_written_by_the_next(method):
     run = Run(5, processes=3, **APART)
     run.iterate()

@@ -78,9 +78,9 @@ def all_of(role):
     """Everything that is under way, by place, as it is handed over."""
     found = {}
     while role.unfinished():
-        for written in role.collect().written:
+        for written in role.collect().finished:
             assert written.place not in found
-            found[written.place] = written.answers
+            found[written.place] = written
     return found
 
 
@@ -96,9 +96,9 @@ def test_every_group_is_handed_over_once_and_whole_whatever_pauses_there_are(rol
             admitted += count
         done = role.collect(seconds=rng.choice([0.0, None]))
         drawn, read_again = drawn + done.drawn, read_again + done.read_again
-        for written in done.written:
+        for written in done.finished:
             assert written.place not in found
-            found[written.place] = written.answers
+            found[written.place] = written
         assert {group.place for group in role.unfinished()} == set(range(admitted)) - set(found)
         if rng.random() < 0.5:
             role.pause()
@@ -129,8 +129,8 @@ def test_pauses_under_the_same_weights_change_no_token_of_the_built_in_engine(ro
     role.admit(Admission([InFlightGroup(p, 0, p, 7 + p) for p in range(4)], questions), sampling=DRAWN)
     found = {}
     while len(found) < 4:
-        for written in role.collect(seconds=0.01).written:
-            found[written.place] = written.answers.experience
+        for written in role.collect(seconds=0.01).finished:
+            found[written.place] = written.experience
         role.pause()
         cut += sum(0 < len(draft.ids) < 30 for group in role.unfinished() for draft in group.trajectories)
     assert cut > 5
@@ -151,7 +151,7 @@ def test_of_episodes_what_the_model_drew_is_counted_and_not_what_the_world_said(
         done = role.collect(seconds=0.01)
         role.pause()
         drawn += done.drawn
-        found += [written.answers.experience for written in done.written]
+        found += [written.experience for written in done.finished]
     role.close()
     assert drawn == sum(int(experience.lengths_S.sum()) for experience in found)
     assert drawn < sum(len(experience.response(i)) for experience in found for i in range(len(experience)))
@@ -163,13 +163,13 @@ def test_a_reward_that_is_slow_for_some_groups_holds_up_no_other(role_of):
     role.admit(admission(range(6)), sampling=DRAWN)
     found = set()
     while len(found) < 4:
-        found |= {written.place for written in role.collect().written}
+        found |= {written.place for written in role.collect().finished}
     assert found == {1, 3, 4, 5}
     waits = role.waits()
     assert {(wait.place, wait.what) for wait in waits} == {(0, "its reward"), (2, "its reward")}
     assert [wait.tokens for wait in waits] == [length_of(place, sample, 30) for place in (0, 2) for sample in range(3)]
     done = role.collect(seconds=0.01)
-    assert done.written == [] and done.drawn == 0
+    assert done.finished == [] and done.drawn == 0
     role.pause()  # which does not wait for rewards
     judge.let_go.set()
     assert set(all_of(role)) == {0, 2}
@@ -187,7 +187,7 @@ def test_a_failed_reward_is_handed_back_and_its_group_can_be_judged_again_withou
     again = role_of(engine, judge)
     again.admit(admission([1], drafts={1: group.trajectories}), sampling=DRAWN)
     done = again.collect()
-    assert [written.place for written in done.written] == [1] == judge.calls and done.drawn == done.read_again == 0
+    assert [written.place for written in done.finished] == [1] == judge.calls and done.drawn == done.read_again == 0
 
 
 def test_a_run_that_is_told_to_stop_gives_up_the_wait_and_loses_nothing(role_of):
@@ -210,4 +210,4 @@ def test_without_rewards_near_the_engine_groups_are_handed_over_as_they_end(role
     found = all_of(role)
     assert list(found) == sorted(found, key=lambda place: max(length_of(place, k, 30) for k in range(3)))
     assert all(answers.results == [] for answers in found.values())
-    assert role.collect().written == []  # at once, where there is nothing to write
+    assert role.collect().finished == []  # at once, where there is nothing to write

@@ -38,7 +38,7 @@ def write_together():
         done = role.collect(seconds=rng.choice([0.0, 0.02, 0.5]))
         # Whatever the other's clock says, as many tokens have been drawn here.
         assert len(set(world.gather(engine.steps))) == 1
-        found |= {written.place: written.answers for written in done.written}
+        found |= {written.place: written for written in done.finished}
         if rng.random() < 0.6:
             role.pause()
             role.weights_changed(version=engine.version + 1)

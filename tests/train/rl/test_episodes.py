@@ -11,6 +11,7 @@ from trimtab.distributed.serialization import Serializer
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.rl.async_groups import (
+    FinishedGroup,
     InFlightGroup,
     fitting,
     partials_from_disk,
@@ -20,7 +21,6 @@ from trimtab.train.rl.async_groups import (
 )
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.launch import RECORDS
-from trimtab.train.rl.rollout_worker import Answers
 
 FIRST = [
     Played([([1, 2], 0.5), ([3], -0.25), ([4, 5, 6], 1.0)], branches=[1]),
@@ -93,7 +93,7 @@ def test_groups_that_are_whole_keep_their_records_on_disk():
     experience = make()
     groups = {place: experience.take(experience.samples_of([place - 4])) for place in (4, 5)}
     result = RewardResult([0.5] * 4)
-    tensors, described = whole_on_disk({4: groups[4]}, {5: Answers(groups[5], [result])})
+    tensors, described = whole_on_disk({4: groups[4]}, {5: FinishedGroup(5, groups[5], [result])})
     judged, written = whole_from_disk(tensors, json.loads(json.dumps(described)))
     assert_equal(judged[4], groups[4])
     assert_equal(written[5].experience, groups[5])

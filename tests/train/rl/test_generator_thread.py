@@ -12,7 +12,7 @@ from trimtab.errors import RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.micro_batch_limit import NoRoom
-from trimtab.train.rl.async_worker import AsyncRolloutWorker
+from trimtab.train.rl.async_worker import ThreadedRolloutWorker
 
 LONG = SamplingParams(max_new_tokens=400, n=3)
 SOON = 20.0  # seconds within which a thread gets its turn, on any machine
@@ -24,9 +24,9 @@ def beside():
 
     def make(engine, judge=None, stopped=lambda: False, *, told=True):
         judges = [] if judge is None else [(judge, 1.0)]
-        made.append((engine, AsyncRolloutWorker(engine, judges, Words(), stopped, beside=True)))
+        made.append((engine, ThreadedRolloutWorker(engine, judges, Words(), stopped)))
         if told:
-            made[-1][1].go_on()
+            made[-1][1].resume()
         return made[-1][1]
 
     yield make
@@ -56,15 +56,15 @@ def test_every_group_is_handed_over_once_and_whole_while_weights_come(beside, dr
         admitted += count
         done = role.collect(seconds=rng.choice([0.0, 0.01, None]))
         drawn += done.drawn
-        for written in done.written:
+        for written in done.finished:
             assert written.place not in found
-            found[written.place] = written.answers.experience
+            found[written.place] = written.experience
         assert {group.place for group in role.unfinished()} == set(range(admitted)) - set(found)
         if rng.random() < 0.7:
             assert role.pause(drained=drained)
             role.weights_changed(version=engine.version + 1)  # which the engine refuses while it is at work
             at_rest = role.unfinished()
-            role.go_on()
+            role.resume()
             if drained:  # answers have ended, or have not begun
                 assert all(draft.finish or not draft.ids for group in at_rest for draft in group.trajectories)
     assert engine.version > 3
@@ -82,17 +82,17 @@ def test_it_writes_while_nobody_asks_and_not_after_a_pause(beside):
     engine = ScriptedEngine(max_num_seqs=1, seconds=0.0001)
     role = beside(engine)
     role.admit(admission(range(3)), sampling=DRAWN)
-    until(lambda: len(role._judging._judged) == 3)
+    until(lambda: len(role._scorer._scored) == 3)
     assert role.pause() and role.pause() and engine.at_work is None
     role.admit(admission([7]), sampling=DRAWN)
     time.sleep(0.05)
     assert engine.at_work is None
     done = role.collect()
-    assert [written.place for written in done.written] == [0, 1, 2] and done.seconds > 0
-    assert role.collect(seconds=0.02).written == []
-    role.go_on()
-    assert [written.place for written in role.collect().written] == [7]
-    assert role.collect().written == []  # at once: nothing is under way
+    assert [written.place for written in done.finished] == [0, 1, 2] and done.seconds > 0
+    assert role.collect(seconds=0.02).finished == []
+    role.resume()
+    assert [written.place for written in role.collect().finished] == [7]
+    assert role.collect().finished == []  # at once: nothing is under way
 
 
 def test_nothing_is_written_before_it_is_told_to_go_on(beside):
@@ -101,9 +101,9 @@ def test_nothing_is_written_before_it_is_told_to_go_on(beside):
     role.admit(admission([1]), sampling=DRAWN)
     assert role.collect(seconds=0.05).drawn == 0
     role.weights_changed(version=3)  # which the engine refuses while it is at work
-    role.go_on()
-    (written,) = role.collect().written
-    assert set(written.answers.experience.versions_N.tolist()) == {3}
+    role.resume()
+    (written,) = role.collect().finished
+    assert set(written.experience.versions_N.tolist()) == {3}
 
 
 def test_at_the_end_the_session_is_closed(beside):
@@ -123,10 +123,10 @@ def test_drained_it_begins_nothing_new_and_ends_what_it_has_begun(beside):
     assert role.pause(drained=True)
     begun = {group.place for group in role.unfinished() if not group.trajectories}
     assert begun and max(begun) == 19 and min(begun) <= 6  # those that were in the six places, and their neighbours
-    role.go_on()
+    role.resume()
     found = set()
     while len(found) < 20:
-        found |= {written.place for written in role.collect().written}
+        found |= {written.place for written in role.collect().finished}
 
 
 def test_a_drain_that_takes_too_long_is_reported_and_can_be_cut_short(beside):
@@ -159,7 +159,7 @@ def test_of_an_engine_that_hangs_it_is_known_what_every_answer_has_and_waits_for
     for wait in waits:
         drafts = groups[wait.place].trajectories
         assert wait.tokens == (len(drafts[wait.sample].ids) if drafts else 0)
-    assert role.collect(seconds=0.02).written == []
+    assert role.collect(seconds=0.02).finished == []
 
 
 def test_what_fails_in_the_thread_is_raised_where_something_is_asked(beside):

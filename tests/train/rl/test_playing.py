@@ -12,7 +12,7 @@ from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.rollout_files import episode_figures, turns
-from trimtab.train.rl.rollout_worker import RolloutWorker
+from trimtab.train.rl.rollout_worker import FailedGroup, RolloutWorker
 
 
 class Player:
@@ -59,7 +59,7 @@ class Transcripts:
 
 def sampled(*groups, others=()):
     player = Player(*groups)
-    engine = SimpleNamespace(exact=False, rest=lambda: None, close=lambda: None)
+    engine = SimpleNamespace(exact=False, trim_memory=lambda: None, close=lambda: None)
     rewards = [*others, (EnvironmentReward("rg:game"), 1.0)]
     role = RolloutWorker(engine, rewards, Tokenizer(), lambda: False, player=player)
     count = range(len(groups))
@@ -85,23 +85,22 @@ REWRITTEN = Played([([1], 0.0), ([2, 3], 2.0)], branches=[1])
 def test_rewards_are_the_environments_and_others_added_which_see_the_transcript():
     seen = Transcripts()
     replied, player = sampled((WON, LOST), (REWRITTEN, LOST), others=[(seen, 2.0)])
-    experience, (others, own) = replied.answers.experience, replied.answers.results
+    experience, (others, own) = replied.experience, replied.results
     assert own.rewards == [1.25, -0.5, 2.0, 2.0, -0.5] and others.rewards == [0.5] * 5
     assert experience.rows_S.tolist() == [7, 7, 8, 8, 8] and experience.groups_S.tolist() == [0, 0, 1, 1, 1]
     assert seen.seen[0] == ("90 0", "1 2 30 31 3", "90 01 2 30 31 3")
     task = player.tasks[1]
     assert (task.row, task.sample, task.prompt, task.label, task.columns) == (8, 0, "row 1", 11, {"x": 1})
     assert task.seed == (-2) & (2**31 - 1), "one that every library takes"
-    assert replied.failed.prompts == []
+    assert replied.failed == []
 
 
 def test_a_group_with_a_failed_episode_is_left_out_and_says_why():
     replied, _ = sampled((WON, "it broke"), (WON, LOST), (None, "it hung"))
-    assert replied.answers.experience.rows_S.tolist() == [8, 8] and replied.answers.results[0].rewards == [1.25, -0.5]
-    failed = replied.failed
-    assert (failed.prompts, failed.words, failed.episodes) == ([0, 2], ["it broke", "it hung"], 2), "none given up"
+    assert replied.experience.rows_S.tolist() == [8, 8] and replied.results[0].rewards == [1.25, -0.5]
+    assert replied.failed == [FailedGroup(0, "it broke"), FailedGroup(2, "it hung")], "none given up"
     replied, _ = sampled(("a", "b"))
-    assert replied.answers is None and (replied.failed.words, replied.failed.episodes) == (["a"], 2)
+    assert replied.experience is None and replied.failed == [FailedGroup(0, "a", episodes=2)]
 
 
 def test_figures_count_an_episode_once_whatever_its_branches():

@@ -9,7 +9,8 @@ from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.rollout_client import Asked, EnvironmentFailed
+from trimtab.train.rl.rollout_client import EnvironmentFailed
+from trimtab.train.rl.rollout_worker import FailedGroup, SampledGroups
 from trimtab.train.rl.source import SyncSource, prompt_order
 
 PROMPTS = 10
@@ -25,14 +26,14 @@ class Answered:
     def ask(self, requests, store, sampling):
         rows = [row for row, _ in requests]
         self.asked.append(rows)
-        failed = [f"row {row} broke" for row in rows if row in self.broken]
+        failed = [FailedGroup(row, f"row {row} broke") for row in rows if row in self.broken]
         rows = [row for row in rows if row not in self.broken]
         if not rows:
-            return Asked(None, failed, len(failed))
+            return SampledGroups(None, [], failed)
         drawn = [Trajectory(p, k, [1], [2], np.zeros(1, np.float32), "stop") for p in range(len(rows)) for k in (0, 1)]
         scores = [score for row in rows for score in ((0.0, 1.0) if self.useful(row) else (0.5, 0.5))]
-        return Asked(
-            Experience.of([row for row in rows for _ in (0, 1)], drawn, RewardResult(scores)), failed, len(failed)
+        return SampledGroups(
+            Experience.of([row for row in rows for _ in (0, 1)], drawn, RewardResult(scores)), [], failed
         )
 
 
@@ -64,7 +65,7 @@ class OneEmpty(Answered):
                 drew = np.array([sample > 0 and row != 9])
                 drawn.append(Trajectory(place, sample, [1], [2], np.zeros(drew.sum(), np.float32), "stop", drawn=drew))
                 scores.append(score)
-        return Asked(Experience.of([row for row in rows for _ in range(3)], drawn, RewardResult(scores)), [], 0)
+        return SampledGroups(Experience.of([row for row in rows for _ in range(3)], drawn, RewardResult(scores)), [])
 
 
 @pytest.mark.parametrize(("rule", "kept"), [("differing", [1, 3, 5, 7]), ("mean", [0, 1, 2, 3, 4, 5, 6, 7, 8])])

@@ -19,12 +19,12 @@ from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory, flatten
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.rollout_worker import Answers
+from trimtab.train.rl.rollout_worker import FailedGroup
 
 
 @dataclass
 class InFlightGroup:
-    """The answers to one prompt, which may outlive an update: a group that is not trained yet, nor whole."""
+    """A group that is neither finished nor trained: it may outlive an update."""
 
     place: int  # in the order of the prompts
     version: int  # of the weights when it was admitted: the iterations done by then
@@ -35,43 +35,35 @@ class InFlightGroup:
 
 @dataclass
 class Admission:
-    """Groups that a process is to write, and the question of each."""
+    """Groups that a worker is to generate, and the prompt of each."""
 
     groups: list[InFlightGroup]
     questions: PromptBatch
 
 
 @dataclass
-class Written:
-    """A group whose answers have all ended, and were judged by the rewards that are near the engine."""
+class FinishedGroup:
+    """A group whose samples have all finished, with the results of the rewards near the engine."""
 
     place: int
-    answers: Answers
-
-
-@dataclass
-class LeftOut:
-    """A group in which an environment failed, retries and all."""
-
-    place: int
-    words: str  # the environment's
-    episodes: int  # that failed
+    experience: Experience
+    results: list[RewardResult]
 
 
 @dataclass
 class Collected:
-    """What one process has done since it was asked last."""
+    """What one worker has done since it was asked last."""
 
-    written: list[Written]
+    finished: list[FinishedGroup]
     drawn: int  # tokens
     read_again: int  # tokens of partial rollouts that other weights had to read
     seconds: float  # in which the engine was at work
-    left_out: list[LeftOut] = field(default_factory=list)
+    failed: list[FailedGroup] = field(default_factory=list)
 
 
 @dataclass
 class Wait:
-    """What one answer of a group is waiting for."""
+    """What one sample of a group is waiting for."""
 
     place: int
     sample: int
@@ -153,27 +145,29 @@ def fitting(group: InFlightGroup, sampling: SamplingParams) -> InFlightGroup:
     return replace(group, trajectories=found)
 
 
-def whole_on_disk(judged: dict[int, Experience], written: dict[int, Answers]) -> Kept:
-    found = judged | {place: answers.experience for place, answers in written.items()}
+def whole_on_disk(scored: dict[int, Experience], finished: dict[int, FinishedGroup]) -> Kept:
+    found = scored | {place: group.experience for place, group in finished.items()}
     tensors = {f"{place}/{name}": column for place, own in found.items() for name, column in own.tensors().items()}
-    described: list[dict[str, Any]] = [{"place": place} for place in judged]
-    for place, answers in written.items():
-        described.append({"place": place, "results": [asdict(result) for result in answers.results]})
+    described: list[dict[str, Any]] = [{"place": place} for place in scored]
+    for place, group in finished.items():
+        described.append({"place": place, "results": [asdict(result) for result in group.results]})
     return tensors, described
 
 
 def whole_from_disk(
     tensors: dict[str, Tensor], described: Iterable[dict[str, Any]]
-) -> tuple[dict[int, Experience], dict[int, Answers]]:
+) -> tuple[dict[int, Experience], dict[int, FinishedGroup]]:
     columns: dict[str, dict[str, Tensor]] = {}
     for name, column in tensors.items():
         place, own = name.split("/", 1)
         columns.setdefault(place, {})[own] = column
-    judged, written = {}, {}
+    scored, finished = {}, {}
     for group in described:
-        experience = Experience.from_tensors(columns[str(group["place"])])
+        place = group["place"]
+        experience = Experience.from_tensors(columns[str(place)])
         if "results" in group:
-            written[group["place"]] = Answers(experience, [RewardResult(**result) for result in group["results"]])
+            results = [RewardResult(**result) for result in group["results"]]
+            finished[place] = FinishedGroup(place, experience, results)
         else:
-            judged[group["place"]] = experience
-    return judged, written
+            scored[place] = experience
+    return scored, finished

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -30,8 +30,9 @@ from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.sampling import SamplingParams, request_seed
-from trimtab.train.rl.async_client import STORE, AsyncClient, RemoteAsyncClient, Watchdog
+from trimtab.train.rl.async_client import STORE, AsyncClient, Watchdog
 from trimtab.train.rl.async_groups import (
+    FinishedGroup,
     InFlightGroup,
     fitting,
     partials_from_disk,
@@ -42,7 +43,6 @@ from trimtab.train.rl.async_groups import (
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_client import Failures, RolloutClient
 from trimtab.train.rl.rollout_files import Told
-from trimtab.train.rl.rollout_worker import Answers
 from trimtab.train.rl.source import RolloutSource, Sampled, useful_groups
 
 
@@ -167,27 +167,25 @@ class Ledger:
         self.failed = list(state.get("failed", []))  # earlier versions had no environments
 
 
-# ---- the source
-
-
 class AsyncSource(RolloutSource):
-    exact = False  # older weights have drawn some of it
+    """Groups in flight by the ledger's rules. An engine in the policy's processes generates while a batch is wanted and
+    pauses while the policy learns; engines in their own processes generate all the time."""
+
+    exact = False  # older weights have generated some of it
 
     def __init__(
-        self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, asking: RolloutClient, iterations: int
+        self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, client: RolloutClient, iterations: int
     ):
         """`order`: the prompts one by one, over all episodes; `iterations`: of the run."""
-        self.options, self.order, self.sampling, self.asking = options, order, sampling, asking
+        self.options, self.order, self.sampling, self.client = options, order, sampling, client
         assert options.async_staleness is not None, "settled"
         self.ledger = Ledger(
             options.rollout_batch_size, options.async_queue_size, options.async_staleness, order.steps, iterations
         )
         self.watchdog = Watchdog(options.async_timeout)
-        self.writers = AsyncClient(asking, sampling)
-        if options.engines_apart:
-            self.writers = RemoteAsyncClient(asking, sampling, self.watchdog)
-        self.written: dict[int, Answers] = {}  # by place: whole, but not judged by the reward models
-        self.judged: dict[int, Experience] = {}
+        self.workers = AsyncClient(client, sampling, self.watchdog, remote=bool(options.engines_apart))
+        self.finished: dict[int, FinishedGroup] = {}  # by place: the reward models have not scored them
+        self.scored: dict[int, Experience] = {}
         self.handed_out: dict[int, Experience] = {}  # the last batch, until it is trained
         self.last: dict[str, list[int]] | None = None  # what it has settled
         self.failures = Failures(options)  # since the last batch
@@ -195,28 +193,30 @@ class AsyncSource(RolloutSource):
 
     # ---- the next batch
 
-    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
-        ledger = self.ledger
-        if self.handed_out:  # and nothing was learnt from it, since roles had to be built anew
+    def _next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
+        ledger, workers = self.ledger, self.workers
+        if self.handed_out:  # and nothing was learnt from it, since roles had to be rebuilt
             self._put_back()
         ledger.begin(iteration)
-        ledger.admitted = max(ledger.admitted, prompts_used)  # a synchronous run, that goes on from here as this one
+        ledger.admitted = max(ledger.admitted, prompts_used)  # by a synchronous run, which this one resumes
         self.watchdog.moved()
         with self.clock.waiting():
             while (chosen := self._batch()) is None:
                 self._admit()
-                self.writers.go_on()
+                workers.resume()
                 if stop.signal or not self._collect() or stop.signal:
                     return None
         filtered, failed = list(ledger.filtered), list(ledger.failed)
         versions = ledger.take(chosen)
         self.last = {"trained": chosen, "versions": list(versions.values()), "filtered": filtered}
         self.last |= {"failed": failed} if self.options.plays else {}
-        if self.writers.apart:
-            self._admit()  # they write on while these are trained
+        if workers.remote:
+            self._admit()  # they go on while these are trained
         else:
-            self.writers.pause()
-        figures = self._figures([iteration - version for version in versions.values()])
+            workers.pause()
+        ages = [iteration - version for version in versions.values()]
+        figures = {"age": sum(ages) / len(ages), "age_max": float(max(ages))} if ages else {}
+        figures |= {"under_way": float(len(ledger.versions)), **self.clock.figures(remote=workers.remote)}
         if self.options.dynamic_filtering:
             figures["filtered_groups"] = float(len(filtered))
         figures |= self.failures.figures()
@@ -224,25 +224,25 @@ class AsyncSource(RolloutSource):
         prompts = len(chosen) + len(filtered) + len(failed)
         if not chosen:
             return None, prompts, figures
-        self.handed_out = {place: self.judged.pop(place) for place in chosen}
+        self.handed_out = {place: self.scored.pop(place) for place in chosen}
         return Experience.joined(list(self.handed_out.values())), prompts, figures
 
     def _put_back(self) -> None:
         assert self.last is not None
         versions = dict(zip(self.last["trained"], self.last["versions"]))
         self.ledger.put_back(versions, self.last["filtered"], self.last.get("failed", []))
-        self.judged |= self.handed_out
+        self.scored |= self.handed_out
         self.handed_out, self.last = {}, None
 
     def _batch(self) -> list[int] | None:
-        # Reward models may share devices with the engine: what it has written is judged when it pauses.
-        if self.asking.reward_models is None or self.writers.apart:
-            self._judge()
+        # Reward models may share devices with the engine: they score when it pauses.
+        if self.client.reward_models is None or self.workers.remote:
+            self._score()
         chosen = self.ledger.batch()
-        if chosen is None or not self.written:
+        if chosen is None or not self.finished:
             return chosen
-        self.writers.pause()
-        self._judge()
+        self.workers.pause()
+        self._score()
         return self.ledger.batch()
 
     def _admit(self) -> None:
@@ -250,64 +250,60 @@ class AsyncSource(RolloutSource):
         for place in self.ledger.admit():
             row, seed = self.order.step_samples(place)[0], request_seed(self.options.seed, place)
             groups.append(InFlightGroup(place, self.ledger.iteration, row, seed))
-        self.writers.admit(groups)
+        self.workers.admit(groups)
 
     def _collect(self) -> bool:
-        """Have them write for a while. False: told to stop."""
-        news = self.writers.collect()
-        for group in news.written:
-            self.written[group.place] = group.answers
+        """Have workers generate for a while. False: the run is to stop."""
+        news = self.workers.collect()
+        for group in news.finished:
+            self.finished[group.place] = group
             self.ledger.finish(group.place)
-        for left_out in news.left_out:
-            self.ledger.fail(left_out.place)
+        for failed in news.failed:
+            self.ledger.fail(failed.prompt)
         self.clock.add(news.seconds, news.read_again)
         if news.problem is not None:
-            with self.asking.placed(STORE):
+            with self.client.placed(STORE):
                 raise news.problem
-        if news.written or news.left_out or news.drawn:
+        if news.places or news.drawn:
             self.watchdog.moved()
         elif not news.stopped:
-            self.watchdog.check(self.writers.waits)
-        for left_out in news.left_out:
-            where = self.asking.stores[STORE].place(self.order.step_samples(left_out.place)[0])
-            self.failures.add([f"{left_out.words}; its prompt stands in {where}"], left_out.episodes)
+            self.watchdog.check(self.workers.waits)
+        for failed in news.failed:
+            where = self.client.stores[STORE].place(self.order.step_samples(failed.prompt)[0])
+            self.failures.add([replace(failed, problem=f"{failed.problem}; its prompt stands in {where}")])
         return not news.stopped
 
-    def _judge(self) -> None:
-        """Rewards for what is written; what teaches nothing makes room."""
-        if not self.written:
+    def _score(self) -> None:
+        """Rewards for finished groups; those that teach nothing make room."""
+        if not self.finished:
             return
-        parts = list(self.written.values())
+        parts = list(self.finished.values())
         results = [RewardResult.joined(found) for found in zip(*(part.results for part in parts))]
-        answers = Answers(Experience.joined([part.experience for part in parts]), results)
-        experience = self.asking.judged(answers, STORE)
+        experience = Experience.joined([part.experience for part in parts])
+        self.client.score(experience, results, STORE)
         useful = set(useful_groups(experience, self.options))
-        for group, place in enumerate(self.written):
+        for group, place in enumerate(self.finished):
             if group in useful:
-                self.judged[place] = experience.take(experience.samples_of([group]))
+                self.scored[place] = experience.take(experience.samples_of([group]))
             else:
                 self.ledger.filter(place)
-        self.written = {}
+        self.finished = {}
         self.watchdog.moved()
-
-    def _figures(self, ages: list[int]) -> dict[str, float]:
-        found = {"age": sum(ages) / len(ages), "age_max": float(max(ages))} if ages else {}
-        return found | {"under_way": float(len(self.ledger.versions)), **self.clock.figures(apart=self.writers.apart)}
 
     # ---- what outlives an update
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        if not self.writers.writing:
+        if not self.workers.generating:
             yield
             return
         drained = not self.options.partial_rollout
         self.watchdog.moved()
         with self.clock.waiting():
-            while not self.writers.pause(drained=drained):
-                drained = self._collect() and drained  # told to stop, nobody waits for answers to end
+            while not self.workers.pause(drained=drained):
+                drained = self._collect() and drained  # of a run that is to stop, samples need not end
         yield
-        self.writers.go_on()
+        self.workers.resume()
 
     def trained(self) -> None:
         self.handed_out = {}
@@ -316,22 +312,22 @@ class AsyncSource(RolloutSource):
         return self.last
 
     def spans(self) -> dict[int, list[Told]]:
-        return self.writers.spans()
+        return self.workers.spans()
 
     def rebuilt(self) -> None:
-        self.writers.rebuilt()
+        self.workers.rebuilt()
 
     def engine_replaced(self) -> None:
-        self.writers.engine_replaced()
+        self.workers.engine_replaced()
 
     def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if self.handed_out and not in_hand:
             self._put_back()
-        drafts, under_way = partials_on_disk(self.writers.unfinished())
-        columns, whole = whole_on_disk(self.judged, self.written)
+        partials, in_flight = partials_on_disk(self.workers.unfinished())
+        columns, whole = whole_on_disk(self.scored, self.finished)
         state = {"ledger": self.ledger.state(), "bound": self.ledger.bound, "last": self.last}
         state |= {"failed_episodes": self.failures.episodes} if self.options.plays else {}
-        return drafts | columns, {**state, "under_way": under_way, "whole": whole}
+        return partials | columns, {**state, "under_way": in_flight, "whole": whole}
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         self.ledger.restore(state["ledger"])
@@ -342,10 +338,11 @@ class AsyncSource(RolloutSource):
             )
         self.last = state["last"]
         self.failures.episodes = state.get("failed_episodes", 0)  # a run that they have ended may go on
-        drafts = {name: column for name, column in tensors.items() if name.startswith("drafts/")}
-        columns = {name: column for name, column in tensors.items() if name not in drafts}
-        self.judged, self.written = whole_from_disk(columns, state["whole"])
-        self.writers.admit([fitting(group, self.sampling) for group in partials_from_disk(drafts, state["under_way"])])
+        partials = {name: column for name, column in tensors.items() if name.startswith("drafts/")}
+        columns = {name: column for name, column in tensors.items() if name not in partials}
+        self.scored, self.finished = whole_from_disk(columns, state["whole"])
+        found = partials_from_disk(partials, state["under_way"])
+        self.workers.admit([fitting(group, self.sampling) for group in found])
 
 
 class Clock:
@@ -371,14 +368,14 @@ class Clock:
         self._busy = [a + b for a, b in zip(self._busy, busy)] if self._busy else list(busy)
         self._read_again += read_again
 
-    def figures(self, *, apart: bool) -> dict[str, float]:
-        """Since the last batch. `apart`: the trainer has nothing to do while it waits; else it writes."""
+    def figures(self, *, remote: bool) -> dict[str, float]:
+        """Since the last batch. `remote`: the trainer has nothing to do while it waits; else its device generates."""
         now, wanted, busy = time.monotonic(), self._wanted, self._busy or [0.0]
         assert self._began is not None, "it was waited for"
         whole = max(now - self._began, 1e-9)
-        idle = wanted if apart else max(0.0, wanted - max(busy))
+        idle = wanted if remote else max(0.0, wanted - max(busy))
         found = {"waiting": idle / whole, "read_again": float(self._read_again)}
-        if apart:
+        if remote:
             found["engine_busy"] = sum(busy) / len(busy) / whole
         self._began = now
         self._reset()

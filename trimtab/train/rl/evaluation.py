@@ -35,7 +35,7 @@ class Evaluation:
         if asked is None:
             return None
         if (experience := asked.experience) is None:
-            raise EnvironmentFailed(f"every episode of the evaluation has failed; the first: {asked.failed[0]}")
+            raise EnvironmentFailed(f"every episode of the evaluation has failed; the first: {asked.failed[0].problem}")
         self.shown = of_evaluation(experience)
         n, firsts_E, groups_E = self.sampling.n, experience.firsts_E, experience.groups_E
         groups, scores_E = groups_E.numpy(), experience.scores_S[firsts_E]
@@ -50,7 +50,7 @@ class Evaluation:
         if n > 1:
             figures |= with_interval(f"eval_pass_{n}", best, np.arange(len(best)))
         if experience.episodes is not None:
-            figures["eval_failed_episodes"] = float(asked.failed_episodes)
+            figures["eval_failed_episodes"] = float(sum(group.episodes for group in asked.failed))
             found = episode_figures(experience)
             figures |= {f"eval_{name}": value for name, value in found.items() if name not in CLOCK_FIELDS}
         answered = experience.rows_S[experience.firsts_G].tolist()  # all, unless an environment has failed

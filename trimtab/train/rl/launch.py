@@ -48,7 +48,7 @@ from trimtab.train.launch import (
     usable_rows,
 )
 from trimtab.train.micro_batch_limit import BeginAnew, NoRoom
-from trimtab.train.rl.async_groups import Admission, Collected, InFlightGroup, LeftOut, Wait, Written
+from trimtab.train.rl.async_groups import Admission, Collected, FinishedGroup, InFlightGroup, Wait
 from trimtab.train.rl.async_source import AsyncSource
 from trimtab.train.rl.checks import (
     check_drop_last,
@@ -71,9 +71,8 @@ from trimtab.train.rl.roles import (
     with_environment_defaults,
 )
 from trimtab.train.rl.rollout_client import RolloutClient
-from trimtab.train.rl.rollout_worker import Answers, Failed, Replied
+from trimtab.train.rl.rollout_worker import FailedGroup, SampledGroups
 from trimtab.train.rl.source import (
-    Recorded,
     Recording,
     ReplaySource,
     RolloutSource,
@@ -193,12 +192,13 @@ class Controller:
         if self.options.replay:
             assert self.recording is not None
             return ReplaySource(self.recording, asking)
-        supply: RolloutSource
+        source: RolloutSource
         if self.options.outlives_updates:
-            supply = AsyncSource(self.options, self.order, sampling, asking, self.iterations)
+            source = AsyncSource(self.options, self.order, sampling, asking, self.iterations)
         else:
-            supply = SyncSource(self.options, self.order, sampling, asking)
-        return supply if self.recording is None else Recorded(supply, self.recording)
+            source = SyncSource(self.options, self.order, sampling, asking)
+        source.recording = self.recording
+        return source
 
     def make_run(
         self,
@@ -324,8 +324,8 @@ def dry_run_rl(
 
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
-    *(AnswerSlice, TextSlice, SamplingParams, PromptBatch, Replied, Answers, Failed, Experience),
-    *(Trajectory, Episode, Segment, InFlightGroup, Admission, Written, LeftOut, Collected, Wait),
+    *(AnswerSlice, TextSlice, SamplingParams, PromptBatch, SampledGroups, FailedGroup, Experience),
+    *(Trajectory, Episode, Segment, InFlightGroup, Admission, FinishedGroup, Collected, Wait),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )
 

@@ -36,7 +36,7 @@ from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.layer_compilation import given_up
 from trimtab.train.optimizer import Optimiser
 from trimtab.train.preference_tasks import Reference
-from trimtab.train.rl.async_worker import AsyncRolloutWorker
+from trimtab.train.rl.async_worker import AsyncRolloutWorker, ThreadedRolloutWorker
 from trimtab.train.rl.checks import critic_start, first_reward
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.rollout_worker import RolloutWorker
@@ -140,9 +140,8 @@ def build_engine_rollouts(options: RLOptions, place: Place) -> dict[str, Any]:
     engine = build_vllm_engine(options.pretrain, tokenizer, **engine_settings(options, place))
     stopped = place.stop.requested
     rewards, player = non_model_rewards(options, stopped), make_episode_engine(options, engine, tokenizer, stopped)
-    if not options.outlives_updates:
-        return {"rollouts": RolloutWorker(engine, rewards, tokenizer, stopped, player=player)}
-    return {"rollouts": AsyncRolloutWorker(engine, rewards, tokenizer, stopped, player=player, beside=True)}
+    kind = ThreadedRolloutWorker if options.outlives_updates else RolloutWorker
+    return {"rollouts": kind(engine, rewards, tokenizer, stopped, player=player)}
 
 
 def build_reference(options: RLOptions, place: Place) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Prompts out to the rollout role, answers to the reward models, an experience back in order: wherever they work."""
+"""The rollout client: prompts to the rollout workers, samples to the reward models, an experience back in order."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from trimtab.config.jobs import RLOptions
@@ -17,14 +17,14 @@ from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.micro_batch_limit import NoRoom
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.rollout_worker import Answers, Failed, Replied, rollout_too_large
+from trimtab.train.rl.rollout_worker import FailedGroup, SampledGroups, rollout_too_large
 from trimtab.train.rl.trainer import reward_models_too_large
 
 Request = tuple[int, int]  # row of the prompt data, seed
 
 
 class RolloutClient:
-    """Whom the loop asks for answers to prompts."""
+    """The loop's side of rollout workers and reward models: samples of prompts with their rewards, in order."""
 
     def __init__(self, stores: dict[str, PromptStore], tokenizer: Any, rollouts: Group, reward_models: Group | None):
         """`stores`: the prompts by name."""
@@ -52,30 +52,28 @@ class RolloutClient:
         assert asked is None or asked.experience is not None, "no environment is played"
         return None if asked is None else asked.experience
 
-    def ask(self, requests: Sequence[Request], store: str, sampling: SamplingParams) -> "Asked | None":
+    def ask(self, requests: Sequence[Request], store: str, sampling: SamplingParams) -> SampledGroups | None:
         """The same with what has failed."""
+        prompts = self.stores[store]
         with self.placed(store):
-            replied = self._answers(self.stores[store], requests, sampling)
-        if replied is None:
+            found = self._sampled(prompts, requests, sampling)
+        if found is None:
             return None
-        failed = [
-            f"{words}; its prompt stands in {self.stores[store].place(requests[prompt][0])}"
-            for prompt, words in zip(replied.failed.prompts, replied.failed.words)
-        ]
-        experience = None if replied.answers is None else self.judged(replied.answers, store)
-        return Asked(experience, failed, replied.failed.episodes)
+        for group in found.failed:
+            group.problem += f"; its prompt stands in {prompts.place(requests[group.prompt][0])}"
+        if found.experience is not None:
+            self.score(found.experience, found.results, store)
+        return found
 
-    def judged(self, answers: Answers, store: str) -> Experience:
-        """With their rewards: what those near the engine have said, and what the reward models say now."""
-        experience = answers.experience
+    def score(self, experience: Experience, results: Sequence[RewardResult], store: str) -> None:
+        """Give samples their rewards: `results` of those near the engine, and what the reward models say now."""
         with self.placed(store):
-            scored = [*self._scored(self.stores[store], experience), *answers.results]
+            scored = [*self._scored(self.stores[store], experience), *results]
             try:
                 experience.reward(self.weighing.combined(scored, len(experience)))
             except RewardFailed as error:
                 _name_row(error, experience.rows_S.tolist())
                 raise
-        return experience
 
     @contextmanager
     def placed(self, store: str) -> Iterator[None]:
@@ -91,8 +89,10 @@ class RolloutClient:
     def questions(self, requests: Sequence[Request], store: str) -> PromptBatch:
         return PromptBatch.of(self.stores[store], requests, rewarded=self._near)
 
-    def _answers(self, prompts: PromptStore, requests: Sequence[Request], sampling: SamplingParams) -> Replied | None:
-        """Prompts dealt out to all processes in turn."""
+    def _sampled(
+        self, prompts: PromptStore, requests: Sequence[Request], sampling: SamplingParams
+    ) -> SampledGroups | None:
+        """Prompts dealt out to all processes in turn, and their groups back in order."""
         size = self.rollouts.size
         shares = [list(range(rank, len(requests), size)) for rank in range(size)]
         asked = [PromptBatch.of(prompts, [requests[i] for i in share], rewarded=self._near) for share in shares]
@@ -107,17 +107,19 @@ class RolloutClient:
                 raise part
             if part is None and share:
                 return None
-        replies: list[tuple[Replied, list[int]]] = [(part, share) for part, share in zip(parts, shares) if part]
-        failed = Failed(
-            [share[prompt] for part, share in replies for prompt in part.failed.prompts],
-            [words for part, _ in replies for words in part.failed.words],
-            sum(part.failed.episodes for part, _ in replies),
-        )
-        found = [part.answers for part, _ in replies if part.answers is not None]
-        if not found:
-            return Replied(None, failed)
-        places = [place for _, share in replies for place in share if place not in failed.prompts]
-        return Replied(_in_order(found, places), failed)
+        replies: list[tuple[SampledGroups, list[int]]] = [(part, share) for part, share in zip(parts, shares) if part]
+        failed = [replace(group, prompt=share[group.prompt]) for part, share in replies for group in part.failed]
+        whole = [(part.experience, part.results) for part, _ in replies if part.experience is not None]
+        if not whole:
+            return SampledGroups(None, [], failed)
+        lost = {group.prompt for group in failed}
+        places = [place for _, share in replies for place in share if place not in lost]
+        experience = Experience.joined([own for own, _ in whole])
+        results = [RewardResult.joined(part) for part in zip(*(own for _, own in whole))]
+        samples = experience.samples_of(sorted(range(len(places)), key=places.__getitem__))
+        if samples != list(range(len(experience))):
+            experience, results = experience.take(samples), [result.take(samples) for result in results]
+        return SampledGroups(experience, results, failed)
 
     def _called(self, asked: list[PromptBatch], sampling: SamplingParams) -> list[Any]:
         while True:
@@ -159,53 +161,29 @@ class EnvironmentFailed(RunFailed):
 
 
 class Failures:
-    """Of one iteration."""
+    """Groups of one iteration whose environment failed: left out and counted; too many of them end the run."""
 
     def __init__(self, options: RLOptions):
         self.options = options
         self.groups = self.episodes = 0
 
-    def add(self, words: Sequence[str], episodes: int) -> None:
-        """`words`: why each of these groups is left out; `episodes`: how many failed in them."""
-        if not words:
+    def add(self, failed: Sequence[FailedGroup]) -> None:
+        if not failed:
             return
-        self.groups += len(words)
-        self.episodes += episodes
-        options = self.options
-        print(f"left out, since {options.environment_flag} failed: {words[0]}{_and_more(words)}", flush=True)
+        self.groups += len(failed)
+        self.episodes += sum(group.episodes for group in failed)
+        options, more = self.options, f" (and {len(failed) - 1} more groups)" if len(failed) > 1 else ""
+        print(f"left out, since {options.environment_flag} failed: {failed[0].problem}{more}", flush=True)
         # A small batch may lose one, or every flaky episode would end the run.
         if self.groups > max(options.env_max_failed * options.rollout_batch_size, float(options.env_max_failed > 0)):
             raise EnvironmentFailed(
                 f"{options.environment_flag}: {self.groups} groups of an iteration had to be left out, and "
                 f"{options.env_max_failed:g} of its {options.rollout_batch_size} may (--env_max_failed); the last: "
-                f"{words[-1]}"
+                f"{failed[-1].problem}"
             )
 
     def figures(self) -> dict[str, float]:
         return {"failed_episodes": float(self.episodes)} if self.options.plays else {}
-
-
-def _and_more(words: Sequence[str]) -> str:
-    return f" (and {len(words) - 1} more groups)" if len(words) > 1 else ""
-
-
-@dataclass
-class Asked:
-    """What came of prompts."""
-
-    experience: Experience | None  # None: nothing is left
-    failed: list[str]  # of every group that is left out, why
-    failed_episodes: int = 0
-
-
-def _in_order(found: Sequence[Answers], places: Sequence[int]) -> Answers:
-    """Answers of several processes as those of one; `places`: of all their groups, in the order of the whole."""
-    joined = Experience.joined([part.experience for part in found])
-    samples = joined.samples_of(sorted(range(len(places)), key=places.__getitem__))
-    if samples == list(range(len(joined))):
-        return Answers(joined, [RewardResult.joined(part) for part in zip(*(part.results for part in found))])
-    results = [RewardResult.joined(part).take(samples) for part in zip(*(part.results for part in found))]
-    return Answers(joined.take(samples), results)
 
 
 @contextmanager

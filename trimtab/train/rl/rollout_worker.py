@@ -1,9 +1,15 @@
-"""What travels between the loop, which decides what is written, and the processes that write it."""
+"""The rollout worker: a process that runs an engine, with the rewards that are best near it.
+
+These are functions, servers and verifiers; reward models are a role of their own (trainer.py). Finished samples go to
+the rewards while others are still being generated. With an environment the samples are episodes, for which another
+engine is put around the first one. Every process samples its own share of the prompts. Processes of a tensor-parallel
+group have the same share: they generate the same samples, go on or stop together, and the first has the rewards.
+"""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 from trimtab.data.tokenizer import texts_of
 from trimtab.distributed.launcher import Role
@@ -22,55 +28,44 @@ from trimtab.train.rl.experience import Experience
 
 
 @dataclass
-class Failed:
-    """Prompts whose groups are left out: an environment failed in them, retries and all. No score is made up."""
+class FailedGroup:
+    """A group that is left out because its environment failed, retries and all. No score is made up."""
 
-    prompts: list[int] = field(default_factory=list)  # which of those that were asked for
-    words: list[str] = field(default_factory=list)  # the environment's, one of each group's
-    episodes: int = 0  # that failed
+    prompt: int  # which of those that were asked for; of a group in flight its place
+    problem: str  # of one of its episodes
+    episodes: int = 1  # that failed
 
-    @classmethod
-    def of(cls, rollouts: Iterable[Trajectory]) -> "Failed":
-        found: dict[int, str] = {}
-        episodes = 0
-        for rollout in rollouts:
-            assert rollout.episode is not None, "an environment was played"
-            if rollout.episode.problem is not None:  # else it was given up for another one of its group
-                found.setdefault(rollout.prompt, rollout.episode.problem)
-                episodes += 1
-        return cls(list(found), list(found.values()), episodes)
+
+def failed_groups(failed: Iterable[Trajectory]) -> list[FailedGroup]:
+    found: dict[int, FailedGroup] = {}
+    for trajectory in failed:
+        assert trajectory.episode is not None, "an environment was played"
+        if trajectory.episode.problem is not None:  # else it was given up for another one of its group
+            group = found.setdefault(trajectory.prompt, FailedGroup(trajectory.prompt, trajectory.episode.problem, 0))
+            group.episodes += 1
+    return list(found.values())
 
 
 @dataclass
-class Answers:
-    """All answers to some prompts, in order, and what each reward says of them."""
+class SampledGroups:
+    """Finished samples of several prompts, in order, and the results of each reward."""
 
-    experience: Experience
+    experience: Experience | None  # None: all groups have failed
     results: list[RewardResult]
-
-
-@dataclass
-class Replied:
-    """What became of prompts that were asked for at once."""
-
-    answers: Answers | None  # None: all groups have failed
-    failed: Failed = field(default_factory=Failed)
-
-
-# ---- rewards near the engine
+    failed: list[FailedGroup] = field(default_factory=list)
 
 
 class SampleScorer:
-    """What each of several rewards says of finished samples. A complaint names the row of the data that it is about."""
+    """The rewards near the engine, for finished samples of these prompts. A failure names its row of the data."""
 
     def __init__(self, rewards: Parts, questions: PromptBatch, tokenizer: Any):
         self.rewards, self.questions, self.tokenizer = rewards, questions, tokenizer
         self.concurrent = all(reward.concurrent for reward, _ in rewards)
 
     def __call__(self, rollouts: Sequence[Trajectory]) -> list[RewardResult]:
-        return self.judge(self.request(rollouts), rollouts) if self.rewards else []
+        return self.score(self.request(rollouts), rollouts) if self.rewards else []
 
-    def judge(self, request: RewardRequest, rollouts: Sequence[Trajectory]) -> list[RewardResult]:
+    def score(self, request: RewardRequest, rollouts: Sequence[Trajectory]) -> list[RewardResult]:
         """`request`: that of these samples."""
         try:
             return [reward(request) for reward, _ in self.rewards]
@@ -82,34 +77,10 @@ class SampleScorer:
     def request(self, rollouts: Sequence[Trajectory]) -> RewardRequest:
         """Their text without the token that ended it."""
         responses = texts_of(self.tokenizer, [r.tokens for r in rollouts])
-        ids = [r.prompt_ids for r in rollouts], TokenLists(rollouts)
+        ids = [r.prompt_ids for r in rollouts], [r.ids for r in rollouts]
         episodes = [r.episode for r in rollouts if r.episode is not None]
         openings = self.tokenizer.batch_decode(ids[0]) if episodes else []
         return make_reward_request(self.questions, [r.prompt for r in rollouts], responses, *ids, episodes, openings)
-
-
-class TokenLists(Sequence[list[int]]):
-    """The tokens of answers, as lists that are made where somebody asks for them: most rewards do not."""
-
-    def __init__(self, rollouts: Sequence[Trajectory]):
-        self.rollouts = rollouts
-
-    def __len__(self) -> int:
-        return len(self.rollouts)
-
-    @overload
-    def __getitem__(self, place: int) -> list[int]: ...
-    @overload
-    def __getitem__(self, place: slice) -> "TokenLists": ...
-    def __getitem__(self, place: int | slice) -> "list[int] | TokenLists":
-        found = self.rollouts[place]
-        return found.ids if isinstance(found, Trajectory) else TokenLists(found)
-
-    def __reduce__(self) -> tuple:
-        return list, (list(self),)
-
-
-# ---- the worker
 
 
 ROLLOUT_FLAGS = "lower --rollout_slots, --rollout_kv_tokens, --generate_max_len or --micro_rollout_batch_size"
@@ -127,16 +98,16 @@ class RolloutWorker(Role):
         *,
         player: Engine | None = None,
     ):
-        """`stopped`: whether to give up what is being written; `tensor`: who writes the same answers; `player`: has
-        the engine play an environment."""
+        """`stopped`: whether to give up; `tensor`: processes that generate the same samples; `player`: the engine of
+        episodes around this one."""
         self.engine, self.rewards = engine, rewards
         self.player, self.plays = player or engine, player is not None
         self.tokenizer, self.stopped = tokenizer, stopped
         self.tensor = tensor or Peers()
 
     def describe(self) -> dict[str, Any]:
-        # Which turns meet in a pass depends on who answers when. So the last bits of what was drawn are not those of a
-        # resumed run; the trainer's own are.
+        # Which turns of episodes share a batch depends on timing. So the last bits of sampled log-probs are not those
+        # of a resumed run; the trainer's own are.
         exact = self.engine.exact
         return {"engine_exact": exact, "exact": exact and not self.plays, **rewards_info(self.rewards)}
 
@@ -171,8 +142,10 @@ class RolloutWorker(Role):
 
     # ---- answers
 
-    def sample(self, questions: PromptBatch, *, sampling: SamplingParams) -> Replied | RewardFailed | NoRoom | None:
-        """None: there were no prompts, or it was given up. A failed reward, or a lack of memory, is handed back, not
+    def sample(
+        self, questions: PromptBatch, *, sampling: SamplingParams
+    ) -> SampledGroups | RewardFailed | NoRoom | None:
+        """None: there were no prompts, or it was given up. A failed reward, or a lack of memory, is returned, not
         raised: all processes can then still write a checkpoint."""
         try:
             with memory_guard():
@@ -186,12 +159,13 @@ class RolloutWorker(Role):
         finally:
             self.engine.trim_memory()
 
-    def _sample(self, questions: PromptBatch, sampling: SamplingParams) -> Replied | None:
+    def _sample(self, questions: PromptBatch, sampling: SamplingParams) -> SampledGroups | None:
         found: list[Trajectory] = []
         waiting: list[Trajectory] = []
         failed: list[Trajectory] = []
         rewards = SampleScorer(self.rewards, questions, self.tokenizer)
-        stream = self._stream(questions, sampling)
+        tasks = questions.tasks() if self.plays else None
+        stream = self.player.stream(questions.ids, sampling, seeds=questions.seeds, tasks=tasks)
         with RewardQueue(rewards) as scored, contextlib.closing(stream):
             for rollout in stream:
                 (failed if rollout.finish == "failed" else waiting).append(rollout)
@@ -209,18 +183,15 @@ class RolloutWorker(Role):
             if not found and not failed:
                 return None
             results = [RewardResult.joined(part) for part in zip(*scored.results())]
-        lost = Failed.of(failed)
-        order = [i for i in range(len(found)) if found[i].prompt not in lost.prompts]
+        left_out = failed_groups(failed)
+        lost = {group.prompt for group in left_out}
+        order = [i for i in range(len(found)) if found[i].prompt not in lost]
         if not order:
-            return Replied(None, lost)
+            return SampledGroups(None, [], left_out)
         order.sort(key=lambda i: (found[i].prompt, found[i].sample, found[i].branch))
         found = [found[i] for i in order]
         experience = Experience.of([questions.rows[r.prompt] for r in found], found)
-        return Replied(Answers(experience, [result.take(order) for result in results]), lost)
-
-    def _stream(self, questions: PromptBatch, sampling: SamplingParams) -> Generator[Trajectory]:
-        tasks = questions.tasks() if self.plays else None
-        return self.player.stream(questions.ids, sampling, seeds=questions.seeds, tasks=tasks)
+        return SampledGroups(experience, [result.take(order) for result in results], left_out)
 
 
 def rollout_too_large(shortage: OutOfMemory) -> NoRoom:

@@ -32,7 +32,7 @@ from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.experience import Experience, is_earlier
-from trimtab.train.rl.rollout_client import Asked, EnvironmentFailed, Failures, RolloutClient
+from trimtab.train.rl.rollout_client import EnvironmentFailed, Failures, RolloutClient
 from trimtab.train.rl.rollout_files import Told
 
 # What a run whose answers outlive updates decides for all their tokens.
@@ -201,48 +201,56 @@ def _correction(outliving: dict[str, Any] | None) -> tuple | None:
     return None if outliving is None else (outliving["mismatch_correction"], outliving["mismatch_range"])
 
 
-# ---- sources
-
-
 class RolloutSource(ABC):
+    """Where the experience of the next iteration comes from."""
+
+    recording: Recording | None = None  # to which that is also written
+
     @property
     @abstractmethod
     def exact(self) -> bool:
-        """Whether the log-probs of what was handed out last are those that the trainer would give."""
+        """Whether the log-probs of the last batch are those that the trainer would compute."""
+
+    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
+        """The batch of an iteration. None: given up because the run is to stop."""
+        sampled = self._next(iteration, prompts_used, stop)
+        if self.recording is not None and sampled is not None and not stop.signal:
+            with writing(f"--record {self.recording.folder}: cannot write there"):
+                self.recording.write(iteration, sampled)
+        return sampled
 
     @abstractmethod
-    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None: ...
+    def _next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None: ...
 
-    # ---- what outlives an update, where anything does
+    # ---- groups that outlive an update, if there are any
 
     def paused(self) -> AbstractContextManager[None]:
-        """Inside nobody writes: the weights may change, and others may ask."""
+        """Inside no engine generates: the weights may change, and others may use the engines."""
         return nullcontext()
 
-    def trained(self) -> None:  # noqa: B027
-        """What was handed out last has been learnt from."""
+    def trained(self) -> None:  # noqa: B027 (most keep nothing)
+        """The last batch has been learnt from."""
 
     def settled(self) -> dict[str, list[int]] | None:
-        """Which places of the data the batch handed out last settles, and how."""
+        """Which places of the data the last batch settles, and how."""
         return None
 
     def spans(self) -> dict[int, list[Told]]:
-        """What each process that writes has done since it was asked last, for the time-line."""
+        """What each rollout worker has done since it was asked last, for the time-line."""
         return {}
 
-    def rebuilt(self) -> None:  # noqa: B027 (most have nobody to tell)
-        """Those who write know nothing any more."""
+    def rebuilt(self) -> None:  # noqa: B027
+        """All rollout workers are new."""
 
     def engine_replaced(self) -> None:  # noqa: B027
-        """One who writes knows nothing any more."""
+        """One rollout worker is new."""
 
     def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        """What is written and not trained yet: its tensors, and the rest of it; `in_hand`: whether the loop has what
-        was handed out last."""
+        """For a checkpoint, the groups that are not trained yet: tensors, and the rest. `in_hand`: whether the loop has
+        the last batch."""
         return {}, None
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Go on with that."""
         if state["ledger"]["versions"]:
             raise UserError(
                 f"this run was asynchronous, and {len(state['ledger']['versions'])} groups of its checkpoint are not "
@@ -264,17 +272,17 @@ def prompts_at_once(options: RLOptions) -> int:
 
 
 class SyncSource(RolloutSource):
-    """Answers to the next prompts; with dynamic filtering, to more and more until enough groups are useful."""
+    """Samples of the next prompts; with dynamic filtering, of more and more until enough groups are useful."""
 
-    def __init__(self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, asking: RolloutClient):
+    def __init__(self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, client: RolloutClient):
         """`order`: the prompts one by one, over all episodes."""
-        self.options, self.order, self.sampling, self.asking = options, order, sampling, asking
+        self.options, self.order, self.sampling, self.client = options, order, sampling, client
 
     @property
     def exact(self) -> bool:
-        return self.asking.exact
+        return self.client.exact
 
-    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
+    def _next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
         options, left = self.options, self.order.steps - prompts_used
         wanted = min(options.rollout_batch_size, left)
         most = options.dynamic_filtering_batches or left
@@ -284,43 +292,32 @@ class SyncSource(RolloutSource):
             # Without filtering, more are needed only where groups have failed.
             at_once = prompts_at_once(options) if options.dynamic_filtering else wanted - groups
             count = min(at_once, left - taken)
-            asked = self._answers(prompts_used + taken, count)
-            if asked is None or stop.signal:
+            places = range(prompts_used + taken, prompts_used + taken + count)
+            requests = [(self.order.step_samples(p)[0], request_seed(options.seed, p)) for p in places]
+            sampled = self.client.ask(requests, "train", self.sampling)
+            if sampled is None or stop.signal:
                 return None
             taken, rounds = taken + count, rounds + 1
-            failures.add(asked.failed, asked.failed_episodes)
-            part = asked.experience
-            if part is None:
-                continue
-            useful = useful_groups(part, options)
-            if not useful:
-                continue
-            kept.append(part if len(useful) == part.groups else part.take(part.samples_of(useful)))
-            groups += len(useful)
+            failures.add(sampled.failed)
+            part = sampled.experience
+            if part is not None and (useful := useful_groups(part, options)):
+                kept.append(part if len(useful) == part.groups else part.take(part.samples_of(useful)))
+                groups += len(useful)
         filtered = taken - groups - failures.groups
         figures = {"filtered_groups": float(filtered)} if options.dynamic_filtering else {}
         figures |= failures.figures()
-        if groups < wanted and taken < left:
-            self._check_limit(groups, rounds)
+        if groups < wanted and taken < left:  # --dynamic_filtering_batches has ended the sampling
+            if not groups:
+                raise RewardFailed(
+                    f"no group of answers was of use in {rounds} rounds of sampling (--dynamic_filtering_batches): by "
+                    "--dynamic_filtering all of them teach nothing; look at the reward"
+                )
         elif not kept or (options.drop_last and groups < options.rollout_batch_size):
             return None, taken, figures
         experience = Experience.joined(kept)
         if experience.groups > wanted:
             experience = experience.take(experience.samples_of(range(wanted)))
         return experience, taken, figures
-
-    def _answers(self, first: int, count: int) -> Asked | None:
-        places = range(first, first + count)
-        requests = [(self.order.step_samples(p)[0], request_seed(self.options.seed, p)) for p in places]
-        return self.asking.ask(requests, "train", self.sampling)
-
-    def _check_limit(self, groups: int, rounds: int) -> None:
-        """--dynamic_filtering_batches has ended the sampling: what there is, is learnt from, if there is anything."""
-        if not groups:
-            raise RewardFailed(
-                f"no group of answers was of use in {rounds} rounds of sampling (--dynamic_filtering_batches): by "
-                "--dynamic_filtering all of them teach nothing; look at the reward"
-            )
 
 
 def useful_groups(experience: Experience, options: RLOptions) -> list[int]:
@@ -339,57 +336,15 @@ def useful_groups(experience: Experience, options: RLOptions) -> list[int]:
 class ReplaySource(RolloutSource):
     """What a run recorded."""
 
-    def __init__(self, recording: Recording, asking: RolloutClient):
-        self.recording, self.asking = recording, asking
+    def __init__(self, replayed: Recording, client: RolloutClient):
+        self.replayed, self.client = replayed, client
 
     @property
     def exact(self) -> bool:
-        return self.asking.exact and self.recording.sampled_alike
+        return self.client.exact and self.replayed.sampled_alike
 
-    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
-        return self.recording.read(iteration)
-
-
-class Recorded(RolloutSource):
-    """Another supply, whose experience is also written down."""
-
-    def __init__(self, supply: RolloutSource, recording: Recording):
-        self.supply, self.recording = supply, recording
-
-    @property
-    def exact(self) -> bool:
-        return self.supply.exact
-
-    def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
-        sampled = self.supply.next(iteration, prompts_used, stop)
-        if sampled is not None and not stop.signal:
-            with writing(f"--record {self.recording.folder}: cannot write there"):
-                self.recording.write(iteration, sampled)
-        return sampled
-
-    def paused(self) -> AbstractContextManager[None]:
-        return self.supply.paused()
-
-    def trained(self) -> None:
-        self.supply.trained()
-
-    def settled(self) -> dict[str, list[int]] | None:
-        return self.supply.settled()
-
-    def spans(self) -> dict[int, list[Told]]:
-        return self.supply.spans()
-
-    def rebuilt(self) -> None:
-        self.supply.rebuilt()
-
-    def engine_replaced(self) -> None:
-        self.supply.engine_replaced()
-
-    def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        return self.supply.state(in_hand=in_hand)
-
-    def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        self.supply.restore(tensors, state)
+    def _next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
+        return self.replayed.read(iteration)
 
 
 def prepare(experience: Experience, figures: dict[str, float], version: int) -> None:
