@@ -46,7 +46,7 @@ def test_the_table_names_everything_a_run_may_be_refused_for():
 def test_what_is_captured_has_kernels_in_it_and_what_ray_counts_can_be_shown(kind):
     row = DEVICE_KINDS.get(kind, OTHER_DEVICE)
     assert row.triton or not row.graphs
-    assert (row.visible is None) == (row.left_visible is None) == (row.resource is None)
+    assert (row.visible is None) == (row.resource is None)
 
 
 def test_a_process_is_shown_devices_in_the_words_of_their_kind():
@@ -114,14 +114,14 @@ def test_a_package_of_a_device_that_cannot_be_imported_is_named(monkeypatch):
 
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     monkeypatch.setattr(device.importlib, "import_module", broken)
-    device._meet_extensions.cache_clear()
+    device._import_extensions.cache_clear()
     with pytest.raises(
         UserError, match=r"torch_npu is installed and cannot be imported \(libascend_hal.so: [^\n]*AUTOLOAD=0"
     ):
         device.accelerator()
     monkeypatch.setenv(device.AUTOLOAD, "0")
     device.accelerator()  # goes without
-    device._meet_extensions.cache_clear()
+    device._import_extensions.cache_clear()
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "ascend.md"

@@ -73,8 +73,8 @@ def speak_over_four() -> None:
     else:
         assert rank == 1 and not three.leads
     row, column = rank // 2, rank % 2
-    kept = Mesh(world, neighbours=2).for_keeping()
-    assert kept.get_coordinate() == (row, column) and kept.shape == (2, 2) and cut.for_keeping() is None
+    kept = Mesh(world, neighbours=2).for_neighbours()
+    assert kept.get_coordinate() == (row, column) and kept.shape == (2, 2) and cut.for_neighbours() is None
     assert torch.distributed.get_process_group_ranks(kept.get_group("near")) == [2 * row, 2 * row + 1]
     for mesh in (hybrid, cut, shared):
         assert mesh.all.gather(rank) == [0, 1, 2, 3]

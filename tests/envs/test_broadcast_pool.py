@@ -41,7 +41,7 @@ def faulty():
 def cut_over_two() -> None:
     mesh = Mesh(find_world(find_device()), tensor=2)
     policy = Policy(tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT))
-    apply_tensor_parallel(policy, mesh.for_cutting())
+    apply_tensor_parallel(policy, mesh.for_tensor_parallel())
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
     tokenizer = tokenizer_of(CHATML)
     inner = BuiltinEngine(policy, tokenizer, max_num_seqs=4, page_size=8, tensor=mesh.tensor)

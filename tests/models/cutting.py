@@ -103,7 +103,7 @@ def plant_faults(qwen3, one_key, mixtral, llama, llama_of_three_keys):
 def compare_heads():
     """Log-probs, entropies, choices and divergences of a head that is cut, with their gradients."""
     world = find_world(find_device())
-    mesh = mesh_of(options_of("sft", "none", CUT), world).for_cutting()
+    mesh = mesh_of(options_of("sft", "none", CUT), world).for_tensor_parallel()
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(29, 16, generator=generator)
     targets = torch.randint(0, 61, (29,), generator=generator)

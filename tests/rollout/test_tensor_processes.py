@@ -42,7 +42,7 @@ def cut_over_two(family: str, int8: bool, **changes) -> None:
     world = find_world(find_device())
     mesh = Mesh(world, tensor=2)
     policy = Policy(tiny_model(family, **changes))
-    apply_tensor_parallel(policy, mesh.for_cutting())
+    apply_tensor_parallel(policy, mesh.for_tensor_parallel())
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
     expected = answers(Policy(tiny_model(family, **changes)), weight_only_int8=int8)
     # The second process has room for two sequences at once, and gives its memory back after every call.
@@ -71,7 +71,7 @@ def write_on(family: str) -> None:
     world = find_world(find_device())
     mesh = Mesh(world, tensor=2)
     policy = Policy(tiny_model(family))
-    apply_tensor_parallel(policy, mesh.for_cutting())
+    apply_tensor_parallel(policy, mesh.for_tensor_parallel())
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
     given, sampling = {"given": PROMPTS[:2], "seeds": SEEDS[:2]}, replace(DRAWN, max_new_tokens=12)
     expected = BuiltinEngine(Policy(tiny_model(family))).generate(PROMPTS[:2], sampling, seeds=SEEDS[:2])

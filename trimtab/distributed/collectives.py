@@ -1,10 +1,16 @@
-"""What processes have alike, worked on in branches: each process does a part, and the parts are put together.
+"""Collectives of tensor-parallel and context-parallel groups.
 
-    branch    from what all have to a branch of each; gradients of the branches are added up
-    join      the sum of the branches, which all then have; the gradient of it is the gradient of each branch
-    beside    the branches' columns one beside another; each takes its own columns of the gradient
+With gradients, for work on tensors that all processes of a group have alike:
 
-What follows a `join` is computed alike by all of them, so its gradients are alike and nothing has to be added up.
+    group_copy     each process works on the same tensor; the gradients of all of them are added up
+    group_reduce   the sum of the processes' tensors, which all then have; its gradient is the gradient of each
+    group_gather   the processes' columns, one after another; each takes its own columns of the gradient
+
+What follows a `group_reduce` is computed alike by all processes, so its gradients are alike and nothing is added up.
+
+Without gradients, for tensors of which every process has a shard of the same shape (`gather_shards` and others): what
+processes gather and then use each in its own way has a gradient in each of them, and `reduce_scatter_shards` adds these
+up for the owner of each shard.
 """
 
 from collections.abc import Callable
@@ -16,6 +22,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from trimtab.distributed.process_group import Peers
+
+# The second names are those before torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def group_copy(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -39,7 +49,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup | None) -> None:
-    """In place, over the processes, without gradients."""
+    """Add up over the processes, in place and without gradients."""
     dist.all_reduce(tensor, group=group)
 
 
@@ -82,29 +92,18 @@ class _GroupGather(torch.autograd.Function):
         return gradient.split(ctx.widths, -1)[ctx.rank].contiguous(), None, None
 
 
-# ---- Tensors of which every one of some processes has a portion, all of the same shape: put together, and given
-# back. What processes put together and then use each in its own way has a gradient in each of them, to be added up
-# for the owner of a portion (`reduce_scatter_shards`). What all use alike has the same gradient in all, and nothing is
-# added up (branches.py).
+def gather_shards(shard: Tensor, peers: Peers) -> Tensor:
+    """[processes * n, ...] from [n, ...] of each, in rank order."""
+    return start_gather_shards(shard, peers)()
 
 
-# Their names before torch 2.13 are the second ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def gather_shards(portion: Tensor, peers: Peers) -> Tensor:
-    """[processes * n, ...] from [n, ...] of each, in rank order; without gradients."""
-    return start_gather_shards(portion, peers)()
-
-
-def start_gather_shards(portion: Tensor, peers: Peers) -> Callable[[], Tensor]:
-    """The same, which goes on beside other work until its result is asked for."""
-    portion = portion.contiguous()
-    gathered = portion.new_empty(peers.size * portion.shape[0], *portion.shape[1:])
-    if portion.is_meta:  # a tensor without contents stands for one (plan)
+def start_gather_shards(shard: Tensor, peers: Peers) -> Callable[[], Tensor]:
+    """The same, which continues beside other work until the returned function is called."""
+    shard = shard.contiguous()
+    gathered = shard.new_empty(peers.size * shard.shape[0], *shard.shape[1:])
+    if shard.is_meta:  # of a fake model
         return lambda: gathered
-    work = _all_gather(gathered, portion, group=peers.group, async_op=True)
+    work = _all_gather(gathered, shard, group=peers.group, async_op=True)
 
     def result() -> Tensor:
         work.wait()
@@ -114,7 +113,7 @@ def start_gather_shards(portion: Tensor, peers: Peers) -> Callable[[], Tensor]:
 
 
 def reduce_scatter_shards(parts: Tensor, peers: Peers) -> Tensor:
-    """This process's portion [n, ...] of the sum of all processes' [processes * n, ...]; without gradients."""
+    """This process's shard [n, ...] of the sum of all processes' [processes * n, ...]."""
     own = parts.new_empty(parts.shape[0] // peers.size, *parts.shape[1:])
     if parts.is_meta:
         return own

@@ -1,8 +1,9 @@
-"""What each kind of device offers, as a table. No other file says what one of them can or cannot do.
+"""Devices: what each kind offers, as a table, which one is here, and its memory.
 
-What a device does not offer falls back where something else gives the same numbers (kernels, graphs, fused optimiser,
-attention over packed rows, sums in double precision), and is refused where nothing does (`LACKING`), before anything is
-loaded.
+No file outside this folder names a device, or a library that knows only one kind, and no other file says what one can
+or cannot do. What a device does not offer falls back where something else gives the same numbers (kernels, graphs,
+fused optimizer, attention over packed rows, sums in double precision), and is refused where nothing does (`LACKING`),
+before anything is loaded.
 """
 
 import contextlib
@@ -27,18 +28,17 @@ from trimtab.errors import UserError
 class DeviceKind:
     name: str  # for people
     collectives: str | None = None
-    """The library between the processes of several devices; None: whichever torch knows for it, if it knows one."""
+    """The collectives library; None: the one that torch knows for such devices, if any."""
     interface: str | None = None
-    """Environment: the network interface that this library is to use."""
+    """Environment: the network interface that the library is to use."""
     resource: str | None = None
-    """What Ray calls such devices; None: Ray does not count them."""
+    """Ray's name of such devices; None: Ray does not count them."""
     visible: str | None = None
-    """Environment: the devices that a process is to see, and Ray's switch to leave that as it is."""
-    left_visible: str | None = None
+    """Environment: the devices that a process is to see."""
     extension: str | None = None
     """The package that brings the device to torch."""
     bf16: bool = False
-    """It is known to work; else it is tried before the first step."""
+    """Known to work; else it is tried before the first step."""
     float64: bool = False
     """In kernels and collectives alike."""
     fused_adam: bool = False
@@ -71,7 +71,6 @@ CUDA = DeviceKind(
     interface="NCCL_SOCKET_IFNAME",
     resource="GPU",
     visible="CUDA_VISIBLE_DEVICES",
-    left_visible="RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES",
     bf16=True,
     float64=True,
     fused_adam=True,
@@ -86,23 +85,16 @@ CUDA = DeviceKind(
 DEVICE_KINDS = {
     "cpu": DeviceKind("a CPU", collectives="gloo", float64=True, fused_adam=True),
     "cuda": CUDA,
-    # What torch calls cuda too, where it was built for ROCm.
-    "rocm": replace(
-        CUDA,
-        name="an AMD GPU",
-        ptx=False,
-        visible="HIP_VISIBLE_DEVICES",
-        left_visible="RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
-    ),
+    # torch calls it cuda too, where it was built for ROCm.
+    "rocm": replace(CUDA, name="an AMD GPU", ptx=False, visible="HIP_VISIBLE_DEVICES"),
     "npu": DeviceKind(
         "an Ascend NPU",
         collectives="hccl",
         interface="HCCL_SOCKET_IFNAME",
         resource="NPU",
         visible="ASCEND_RT_VISIBLE_DEVICES",
-        left_visible="RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
         extension="torch_npu",
-        # Of flash attention transformers has the device's own operator, so that its package is not needed.
+        # transformers has the device's own operator for flash attention, so that its package is not needed.
         lacks=LACKING,
     ),
     "xpu": DeviceKind(
@@ -110,7 +102,6 @@ DEVICE_KINDS = {
         collectives="xccl",
         resource="GPU",
         visible="ZE_AFFINITY_MASK",
-        left_visible="RAY_EXPERIMENTAL_NOSET_ZE_AFFINITY_MASK",
         fused_adam=True,
         lacks=frozenset({"sleeping engines", "liger"}),
     ),
@@ -127,15 +118,15 @@ def kind_of_resource(resource: str | None) -> DeviceKind:
     return next((kind for kind in DEVICE_KINDS.values() if kind.resource == resource), DEVICE_KINDS["cpu"])
 
 
-# ---- Memory of an accelerator or of this machine: how much there is, giving it back, and knowing when it is short.
+# ---- memory
 
-
-# How those say it that have no exception of their own: PyTorch's CPU allocator, the driver, cuBLAS.
+# What torch's CPU allocator, the driver and cuBLAS say, which have no exception class for it.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def allocator_of(device: torch.device) -> Any:
-    """torch's module of a device that has memory of its own and counts it; None: it is main memory, or as good as."""
+    """torch's module of a device that has its own memory and counts it; None: it is main memory, or as good as."""
     module = getattr(torch, device.type, None)
     return module if hasattr(module, "mem_get_info") else None
 
@@ -149,7 +140,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of an accelerator, whoever uses them; of main memory, what this process may still take."""
+    """Bytes of an accelerator, used or not; of main memory, what this process may still take."""
     allocator = allocator_of(device)
     return free_memory(device) if allocator is None else allocator.mem_get_info(device)[1]
 
@@ -163,15 +154,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_main_memory() -> None:
-    """Give back to the system what was freed: the C library keeps it, and a model that is gathered layer by layer would
-    seem to be held whole."""
-    if (trim := _malloc_trim()) is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    """Return freed memory to the system: the C library keeps it, and a model that is gathered layer by layer would seem
+    to be held whole."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def keep_freed_memory() -> None:
@@ -193,19 +179,18 @@ def _free_main_memory() -> int:
     with contextlib.suppress(OSError, ValueError):  # none, or "max"
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cached_files = int(kinds["inactive_file"]) + int(kinds["active_file"])  # let go when it is needed
+        cached_files = int(kinds["inactive_file"]) + int(kinds["active_file"])  # dropped when memory is needed
         free = min(free, max(0, limit - used + cached_files))
     return free
 
 
-# ---- What hardware is here. No file outside this folder names a device, or a library that knows only one kind.
+# ---- which device is here
 
-
-AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: torch leaves alone what other packages bring
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: torch imports no other packages' devices
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """What a device offers, of one that is not here too. A tensor without contents (plan) has no kind."""
+    """What a device offers, whether or not it is here."""
     if device.type == "cuda" and torch.version.hip is not None:
         return DEVICE_KINDS["rocm"]
     return DEVICE_KINDS.get(device.type, OTHER_DEVICE)
@@ -218,7 +203,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether work can be captured there and replayed (captures.py)."""
+    """Whether work can be captured there and replayed (`capture_graph`)."""
     return kind_of(device).graphs and has_kernels(device)
 
 
@@ -229,7 +214,7 @@ def overlaps_launches(device: torch.device) -> bool:
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """For sums that should be exact."""
+    """The dtype for sums that should be exact."""
     return torch.float64 if device.type == "meta" or kind_of(device).float64 else torch.float32
 
 
@@ -282,24 +267,23 @@ class Device:
         }
 
     def release_memory(self) -> None:
-        """Give back what nothing holds any more, after an attempt that took too much."""
+        """Free what nothing refers to any more, after an attempt that took too much."""
         gc.collect()
         if self.is_accelerator and (empty := getattr(torch.get_device_module(self.torch), "empty_cache", None)):
             empty()
 
 
 def accelerator() -> torch.device | None:
-    """The kind of accelerator that works here; None: there is none. It is asked whether it works: that its package is
-    installed says nothing."""
-    _meet_extensions()
+    """The accelerator that works here, not only one whose package is installed; None: there is none."""
+    _import_extensions()
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 @functools.cache
-def _meet_extensions() -> None:
-    """Import what brings other devices to torch. As a rule torch has done so itself, with its own import."""
+def _import_extensions() -> None:
+    """Import the packages that bring other devices to torch, as torch's own import does as a rule."""
     if os.environ.get(AUTOLOAD) == "0":
-        return  # somebody wants to work without them
+        return
     for kind in DEVICE_KINDS.values():
         if kind.extension is None or find_spec(kind.extension) is None:
             continue
@@ -325,15 +309,11 @@ def find_device() -> Device:
             raise UserError(f"process {index} of this machine has no accelerator: {count} found; start fewer (--nproc)")
         torch.accelerator.set_device_index(index)
         device = torch.device(found.type, index)
-        return Device(device, _name(device))
+        named = getattr(torch.get_device_module(device), "get_device_name", None)
+        return Device(device, str(named(index)) if named else kind_of(device).name)
     keep_freed_memory()
     threads = torch.get_num_threads()
     return Device(torch.device("cpu"), f"CPU, {threads} thread{'s' if threads > 1 else ''}")
-
-
-def _name(device: torch.device) -> str:
-    named = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(named(device.index)) if named else kind_of(device).name
 
 
 def count_accelerators() -> int:
@@ -341,7 +321,7 @@ def count_accelerators() -> int:
 
 
 def device_name(device: torch.device) -> str | None:
-    """Of an accelerator, a name that all processes of its machine give it."""
+    """The name of an accelerator that all processes of its machine give it."""
     if device.type == "cpu":
         return None
     properties: Any = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
@@ -353,16 +333,16 @@ def device_name(device: torch.device) -> str | None:
 
 
 def visible_devices_env(kind: DeviceKind, names: Sequence[str]) -> dict[str, str]:
-    """The environment of a process that is to see these accelerators and no others, whatever Ray shows it."""
-    assert kind.visible is not None and kind.left_visible is not None, "Ray counts such devices"
+    """The environment of a process that is to see these accelerators and no others; Ray leaves it as it is."""
+    assert kind.visible is not None, "Ray counts such devices"
     # By number, since not every driver takes them in another order.
     ordered = sorted(names, key=int) if all(name.isdigit() for name in names) else names
-    return {kind.visible: ",".join(ordered), kind.left_visible: "1"}
+    return {kind.visible: ",".join(ordered), f"RAY_EXPERIMENTAL_NOSET_{kind.visible}": "1"}
 
 
 @functools.cache
 def _bf16_fault(device: torch.device) -> str | None:
-    """On some CPUs a kernel of the library behind PyTorch is missing, and a run would end in its stack trace."""
+    """On some CPUs a kernel of the library behind torch is missing, and a run would end in its stack trace."""
     try:
         with device:
             _try_bf16()
@@ -380,17 +360,14 @@ def _try_bf16() -> None:
     torch.nn.functional.silu(hidden).float().logsumexp(-1).sum().backward()
 
 
-# ---- Work of a device that is captured once and replayed.
-
+# ---- captured work
 
 DeviceGraph: TypeAlias = torch.cuda.CUDAGraph
 
 
 def capture_graph(work: Callable[[], None], pool: tuple[int, int] | None) -> DeviceGraph:
-    """What `work` asks of the device, to be replayed: on the same tensors, whatever they hold then. Runs it once.
-
-    `pool`: another graph's pool(), to share what lies between; then they must be replayed one after another.
-    """
+    """Run `work` once and capture it, to be replayed on the same tensors with the contents that they have then. `pool`:
+    another graph's pool(), to share temporary memory; then they must be replayed one after another."""
     current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     aside.wait_stream(current)
     with torch.cuda.stream(aside):

@@ -1,9 +1,10 @@
-"""Split a model over the processes of a mesh with PyTorch's FSDP2. A mesh of one gets no wrapper.
+"""Split a model over the processes of a mesh with torch's FSDP2, and find the blocks of a split tensor. A mesh of one
+gets no wrapper.
 
-    --zero_stage 0    every process keeps everything (but for those that share a row); gradients are summed
-    --zero_stage 1, 2 gradients and optimiser are split; parameters stay gathered after a forward pass
-    --zero_stage 3    parameters too are gathered only while a layer works; with --zpg few neighbours keep them
-                      between them from its forward to its backward pass (neighbours.py)
+    --zero_stage 0    every process keeps everything (except where processes share a row); gradients are summed
+    --zero_stage 1, 2 gradients and optimizer are split; parameters stay gathered after a forward pass
+    --zero_stage 3    parameters too are gathered only while a layer works; with --zpg a few neighbours keep them split
+                      between them from its forward to its backward pass
 
 The split parameters are the fp32 masters; with --bf16 the gathered ones are their bf16 working copies, and gradients
 are summed in fp32 (or in --grad_accum_dtype). With --adam_offload the masters and Adam's moments live in main memory.
@@ -65,7 +66,7 @@ def shard(
 
     `dtype`: of the gathered parameters; None leaves them as they are. `copies=False`: split over all processes, also
     where the mesh has copies of the trained model. `kept`: over what else weights are split from a forward pass to its
-    backward pass (Mesh.for_keeping). `prefetch`: gather a layer while the one before it works.
+    backward pass (Mesh.for_neighbours). `prefetch`: gather a layer while the one before it works.
     """
     if mesh.size == 1:
         return
@@ -83,24 +84,16 @@ def shard(
         large = sum(p.numel() * p.element_size() for p in layer.parameters()) >= LARGE
         fully_shard(layer, **arguments)
         if in_main_memory and large:
-            layer.register_forward_hook(_give_back)  # after FSDP's own, which has let go of the layer
+            layer.register_forward_hook(lambda *_: release_main_memory())  # after FSDP's own, which frees the layer
     fully_shard(module, **arguments)
     if zero_stage == 3 and kept is not None:
         for part in (*layers, module):
-            keep_among(part, kept)
+            _keep_among_neighbours(part, kept)
     if zero_stage == 3 and prefetch:
-        _prefetch([module, *layers])
-
-
-def _prefetch(in_order: list[Any]) -> None:
-    """Ask for the next one before the work of one begins, on the way there and back."""
-    for earlier, later in itertools.pairwise(in_order):
-        earlier.set_modules_to_forward_prefetch([later])
-        later.set_modules_to_backward_prefetch([earlier])
-
-
-def _give_back(*_: Any) -> None:
-    release_main_memory()
+        in_order: list[Any] = [module, *layers]
+        for earlier, later in itertools.pairwise(in_order):
+            earlier.set_modules_to_forward_prefetch([later])
+            later.set_modules_to_backward_prefetch([earlier])
 
 
 def sync_gradients(module: nn.Module, last: bool) -> None:
@@ -112,8 +105,8 @@ def sync_gradients(module: nn.Module, last: bool) -> None:
 
 
 def keeps_whole_sums(learnt: int) -> bool:
-    """Whether gradients of so many parameters are added up in every process, and over processes once a step. A rule of
-    the size alone: all processes must follow the same."""
+    """Whether gradients of that many parameters are added up in every process, and over processes once a step. It
+    depends on the size alone: all processes must decide alike."""
     return 4 * learnt <= WHOLE_SUMS
 
 
@@ -123,7 +116,7 @@ def learnt(module: nn.Module) -> int:
 
 
 def split_again(module: nn.Module) -> None:
-    """Let go of what a forward pass outside training left gathered."""
+    """Free what a forward pass outside training left gathered."""
     for part in module.modules():
         if hasattr(part, "reshard"):
             part.reshard()
@@ -133,8 +126,8 @@ def split_again(module: nn.Module) -> None:
 def gathered(module: nn.Module) -> Iterator[None]:
     """All of the model in every process, to run without gradients. Every process must enter.
 
-    FSDP's own hooks are away meanwhile, so that processes may run different numbers of passes: a pass would be counted,
-    and whoever counted more would gather in another order in its next backward pass.
+    FSDP's own hooks are removed meanwhile, so that processes may run different numbers of passes: FSDP counts passes,
+    and a process that has counted more would gather in another order in its next backward pass.
     """
     parts = [part for part in module.modules() if hasattr(part, "unshard")]
     split_again(module)  # what is gathered already may be older than the last step
@@ -157,14 +150,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, gathered from its parts. Every process must ask."""
+    """The tensor itself, gathered from its parts. Every process must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return _from_stripes(tensor) if in_stripes(tensor) else tensor.full_tensor()
-
-
-def _from_stripes(tensor: DTensor) -> Tensor:
-    """Torch 2.11 cannot gather what was cut in stripes by hand."""
+    if not any(_is_striped(tensor.placements, axis) for axis in range(len(tensor.placements))):
+        return tensor.full_tensor()
+    # torch 2.11 cannot gather what was split in stripes by hand.
     gathered = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
     for block in blocks_of(tensor):
         gathered[block.slices] = tensor.to_local()[block.held]
@@ -172,13 +163,13 @@ def _from_stripes(tensor: DTensor) -> Tensor:
 
 
 def keep_part(whole: Tensor, tensor: Tensor) -> None:
-    """Fill this process's part of `tensor` from what it is to be."""
+    """Fill this process's part of `tensor` from all of its values."""
     for block in blocks_of(tensor):
         local(tensor)[block.held].copy_(whole[block.slices])
 
 
 def sum_over_parts(value: Tensor, tensor: Tensor) -> Tensor:
-    """Add a figure of every part of `tensor` (a DTensor's, or the whole tensor's) together."""
+    """Add up a figure of every part of `tensor`."""
     if not isinstance(tensor, DTensor):
         return value
     for dimension, placement in enumerate(tensor.placements):
@@ -189,18 +180,20 @@ def sum_over_parts(value: Tensor, tensor: Tensor) -> Tensor:
     return value
 
 
-# ---- Weights that few neighbours keep between them while a layer waits for its backward pass (--zpg, ZeRO++'s second
-# partition): gathering them again needs no other process. FSDP2 can do that (`reshard_after_forward=2`), but makes
-# groups of processes for every layer, and asks every process of the world to take part. Ours are made once, with the
-# mesh. So what FSDP2 would have noted is noted here, in fields of it that have no public name.
+def _keep_among_neighbours(part: Any, kept: DeviceMesh) -> None:
+    """Between forward and backward pass, keep gathered weights split among a few neighbours (ZeRO++'s second
+    partition), so that gathering them again needs no other process.
 
-
-def keep_among(part: nn.Module, kept: DeviceMesh) -> None:
-    """`part`: already split, and not yet run. `kept`: neighbours in its last dimension."""
+    FSDP2 can do that (`reshard_after_forward=2`), but makes groups of processes for every layer, and wants every
+    process of the world to take part. Ours are made once, with the mesh, so FSDP2's private fields are set here.
+    `part`: already split, and not yet run. `kept`: neighbours in its last dimension.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
     where = HSDPMeshInfo(kept, shard_mesh_dim=1, replicate_mesh_dim=0)
-    for group in _parameter_groups(part):
+    state = part._get_fsdp_state()
+    one = getattr(state, "_fsdp_param_group", None)  # before torch 2.13
+    for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
         group.post_forward_mesh_info = where
         for parameter in group.fsdp_params:
             parameter.post_forward_mesh_info = where
@@ -208,17 +201,10 @@ def keep_among(part: nn.Module, kept: DeviceMesh) -> None:
             parameter._init_sharded_post_forward_param_metadata(whole)
 
 
-def _parameter_groups(part: Any) -> list[Any]:
-    state = part._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group else []  # before torch 2.13
-
-
-# ---- Which blocks of a tensor a process holds: where they begin and how long they are, in every dimension. However a
-# tensor is split (by rows, by columns, both, in stripes), a process holds one block of it, or one a stripe. So what
-# one way of splitting wrote, any other can read: what two blocks have in common is a block again.
-
+# ---- blocks: what a process holds of a tensor
+#
+# However a tensor is split (by rows, by columns, both, in stripes), a process holds one block of it, or one a stripe.
+# So what one layout has written, any other can read: what two blocks have in common is a block again.
 
 Slices = tuple[slice, ...]
 
@@ -244,39 +230,31 @@ class Block(NamedTuple):
 
     def common(self, other: "Block") -> tuple[Slices, Slices] | None:
         """Where the numbers that both have lie in the one's part and in the other's."""
-        first = [max(pair) for pair in zip(self.offsets, other.offsets)]
-        end = [min(pair) for pair in zip(self._ends(), other._ends())]
-        if any(a >= b for a, b in zip(first, end)):
+        pairs = zip(self.slices, other.slices)
+        spans = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs]
+        if any(first >= end for first, end in spans):
             return None
-        return self._slices(first, end), other._slices(first, end)
+        return self._in_part(spans), other._in_part(spans)
 
-    def _ends(self) -> list[int]:
-        return [offset + length for offset, length in zip(self.offsets, self.lengths)]
-
-    def _slices(self, first: list[int], end: list[int]) -> Slices:
+    def _in_part(self, spans: list[tuple[int, int]]) -> Slices:
         moved = [place - offset for place, offset in zip(self.place, self.offsets)]
-        return tuple(slice(a + by, b + by) for a, b, by in zip(first, end, moved))
+        return tuple(slice(first + by, end + by) for (first, end), by in zip(spans, moved))
 
 
 def whole_block(shape: Sequence[int]) -> Block:
-    """Of a tensor that is not split."""
+    """The block of a tensor that is not split."""
     nowhere = (0,) * len(shape)
     return Block(nowhere, tuple(shape), nowhere)
 
 
 def blocks_of(tensor: Tensor) -> list[Block]:
-    """What this process holds of a tensor; none, where there are more processes than rows."""
+    """The blocks that this process holds of a tensor; none, where there are more processes than rows."""
     if not isinstance(tensor, DTensor):
         return [whole_block(tensor.shape)]
     held = _held(tensor)
     assert math.prod(map(len, held)) == tensor.to_local().numel(), f"{tensor.placements} of {tuple(tensor.shape)}"
     runs = itertools.product(*(_runs(indices) for indices in held))
     return [Block(*zip(*run)) if run else Block((), (), ()) for run in runs]
-
-
-def in_stripes(tensor: DTensor) -> bool:
-    """Whether it is cut into several stretches of a dimension, of each of which a process has a part."""
-    return any(_is_striped(tensor.placements, axis) for axis in range(len(tensor.placements)))
 
 
 def is_first_holder(tensor: Tensor) -> bool:
@@ -300,47 +278,42 @@ def covers_once(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
 
 
 def _held(tensor: DTensor) -> list[np.ndarray]:
-    """Indices that this process holds, of every dimension; the mesh's dimensions take their share one after another."""
-    mesh, coordinates = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    """Indices that this process holds, of every dimension. The mesh's dimensions split one after another, each after
+    those that have split the same dimension before it: FSDP2 splits what is split already, and says so by a stride
+    over the mesh dimensions after its own."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinates = mesh.get_coordinate()
     assert coordinates is not None
+    assert not any(placement.is_partial() for placement in placements), "parts that are still to be added up"
     held = [np.arange(length) for length in tensor.shape]
-    for axis in _order(tensor.placements):
-        placement = tensor.placements[axis]
-        stripes = placement.split_factor if _is_striped(tensor.placements, axis) else 1
-        held[placement.dim] = _share(held[placement.dim], stripes, mesh.size(axis), coordinates[axis])
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    for axis in sorted(axes, key=lambda axis: _splits_a_part(placements, axis)):
+        dimension = placements[axis].dim
+        stripes = placements[axis].split_factor if _is_striped(placements, axis) else 1
+        parts = [_chunks(stripe, mesh.size(axis))[coordinates[axis]] for stripe in _chunks(held[dimension], stripes)]
+        held[dimension] = np.concatenate(parts)
     return held
 
 
-def _order(placements: Sequence[Placement]) -> list[int]:
-    """The mesh's dimensions that split something, each after those that split the same before it: FSDP2 splits what is
-    cut already, and says so by a stride over the dimensions after its own."""
-    assert not any(placement.is_partial() for placement in placements), "parts that are still to be added up"
-    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-    return sorted(axes, key=lambda axis: _splits_a_part(placements, axis))
-
-
 def _splits_a_part(placements: Sequence[Placement], axis: int) -> bool:
+    """Whether a later dimension of the mesh has split the same dimension before."""
     placement, later = placements[axis], placements[axis + 1 :]
     return isinstance(placement, _StridedShard) and any(other.is_shard(placement.dim) for other in later)
 
 
 def _is_striped(placements: Sequence[Placement], axis: int) -> bool:
-    """Cut in stripes, of which each process has a part."""
+    """Split into stripes of a dimension, of each of which a process has a part."""
     return isinstance(placements[axis], _StridedShard) and not _splits_a_part(placements, axis)
 
 
-def _share(indices: np.ndarray, stripes: int, count: int, place: int) -> np.ndarray:
-    return np.concatenate([_chunks(stripe, count)[place] for stripe in _chunks(indices, stripes)])
-
-
 def _chunks(indices: np.ndarray, count: int) -> list[np.ndarray]:
-    """As torch.chunk cuts, but with empty ones at the end."""
+    """As torch.chunk, but with empty ones at the end."""
     size = -(-len(indices) // count)
     return [indices[i * size : (i + 1) * size] for i in range(count)]
 
 
 def _runs(indices: np.ndarray) -> list[tuple[int, int, int]]:
-    """First index, length and place of every stretch without a gap."""
+    """First index, length and place of every run of consecutive indices."""
     if not len(indices):
         return []
     starts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist()]

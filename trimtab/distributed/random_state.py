@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trimtab.distributed.device import accelerator
 
@@ -24,7 +25,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
 
 
 def process_seed(seed: int, rank: int, step: int = 0) -> int:
-    """For what differs between processes, such as dropout; `step`: at which they were shared out anew."""
+    """For what differs between processes, such as dropout; `step`: at which the run was split over other processes."""
     return seed + 1_000_003 * rank + 15_485_863 * step
 
 
@@ -35,11 +36,11 @@ def random_state() -> dict:
     state = {
         "python": [version, list(words), gauss],
         "numpy": [kind, keys.tolist(), position, has_gauss, cached],
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "torch": _to_hex(torch.get_rng_state()),
     }
-    if (found := _own_generator()) is not None:
-        kind_of_device, module = found
-        state[kind_of_device] = module.get_rng_state().numpy().tobytes().hex()
+    if (found := _device_generator()) is not None:
+        device_type, module = found
+        state[device_type] = _to_hex(module.get_rng_state())
     return state
 
 
@@ -48,69 +49,71 @@ def restore_random_state(state: dict) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_bytes_tensor(state["torch"]))
-    if (found := _own_generator()) is not None:
-        kind_of_device, module = found
-        if kind_of_device in state:  # it was saved on such a device
-            module.set_rng_state(_bytes_tensor(state[kind_of_device]))
+    torch.set_rng_state(_from_hex(state["torch"]))
+    if (found := _device_generator()) is not None:
+        device_type, module = found
+        if device_type in state:  # it was saved on such a device
+            module.set_rng_state(_from_hex(state[device_type]))
 
 
 @contextlib.contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """What is drawn inside leaves the generators as they were: the CPU's, and that of this process's device."""
-    host, own = torch.get_rng_state(), _own_generator()
-    device = None if own is None else own[1].get_rng_state()
+    """What is drawn inside leaves torch's generators as they were: the CPU's, and that of this process's device."""
+    before = _torch_states()
     try:
         yield
     finally:
-        torch.set_rng_state(host)
-        if own is not None:
-            own[1].set_rng_state(device)
+        _set_torch_states(*before)
 
 
 class RandomStream:
-    """Random numbers of one's own: what is drawn inside `drawing` comes from this stream, and the generators that
-    everybody draws from are left as they were."""
+    """A random stream: what is drawn inside `drawing` comes from it, and torch's generators are left as they were."""
 
     def __init__(self, seed: int):
         with preserve_rng_state():
             torch.manual_seed(seed)
-            self._take()
-
-    def _take(self) -> None:
-        own = _own_generator()
-        self._host = torch.get_rng_state()
-        self._device = None if own is None else own[1].get_rng_state()
+            self._host, self._device = _torch_states()
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         with preserve_rng_state():
-            own = _own_generator()
-            torch.set_rng_state(self._host)
-            if own is not None and self._device is not None:
-                own[1].set_rng_state(self._device)
+            _set_torch_states(self._host, self._device)
             try:
                 yield
             finally:
-                self._take()
+                self._host, self._device = _torch_states()
 
     def state(self) -> dict[str, str]:
         """As JSON holds it."""
-        found = {"host": self._host, "device": self._device}
-        return {name: state.numpy().tobytes().hex() for name, state in found.items() if state is not None}
+        return {"host": _to_hex(self._host)} | ({} if self._device is None else {"device": _to_hex(self._device)})
 
     def restore(self, state: dict[str, str]) -> None:
-        self._host = _bytes_tensor(state["host"])
+        self._host = _from_hex(state["host"])
         if "device" in state and self._device is not None:
-            self._device = _bytes_tensor(state["device"])
+            self._device = _from_hex(state["device"])
 
 
-def _own_generator() -> tuple[str, Any] | None:
+def _torch_states() -> tuple[Tensor, Tensor | None]:
+    found = _device_generator()
+    return torch.get_rng_state(), None if found is None else found[1].get_rng_state()
+
+
+def _set_torch_states(host: Tensor, device: Tensor | None) -> None:
+    torch.set_rng_state(host)
+    if device is not None and (found := _device_generator()) is not None:
+        found[1].set_rng_state(device)
+
+
+def _device_generator() -> tuple[str, Any] | None:
     """torch's name of the accelerator that is here, which is the name of its state, and its module."""
     device = accelerator()
     module = None if device is None else torch.get_device_module(device)
     return (device.type, module) if device is not None and hasattr(module, "get_rng_state") else None
 
 
-def _bytes_tensor(digits: str) -> torch.Tensor:
+def _to_hex(state: Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _from_hex(digits: str) -> Tensor:
     return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)

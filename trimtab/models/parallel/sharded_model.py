@@ -39,7 +39,7 @@ def shard_trained(model: PackedModel, options: HeldModelOptions, mesh: Mesh) -> 
     if mesh.size > 1 and options.lora_rank > 0:
         refuse_adapted_experts(model)
     if mesh.sizes["tensor"] > 1:
-        apply_tensor_parallel(model, mesh.for_cutting())
+        apply_tensor_parallel(model, mesh.for_tensor_parallel())
     enable_context_parallel(model, options, mesh)
     shard(
         model,
@@ -49,7 +49,7 @@ def shard_trained(model: PackedModel, options: HeldModelOptions, mesh: Mesh) -> 
         dtype=torch.bfloat16 if options.bf16 else None,
         gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
         offload=options.adam_offload,
-        kept=mesh.for_keeping(),
+        kept=mesh.for_neighbours(),
         prefetch=options.overlap_comm,
     )
 
@@ -61,7 +61,7 @@ def is_frozen_sharded(options: ShardingOptions, mesh: Mesh, *, offload: bool) ->
 def shard_frozen(model: PackedModel, mesh: Mesh, *, offload: bool) -> None:
     copies = mesh.sizes["shard"] > 1  # where the trained one is not split this one is worth splitting over all
     if mesh.sizes["tensor"] > 1:
-        apply_tensor_parallel(model, mesh.for_cutting(copies=copies))
+        apply_tensor_parallel(model, mesh.for_tensor_parallel(copies=copies))
     shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=copies)
 
 
