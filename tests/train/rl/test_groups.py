@@ -39,13 +39,13 @@ def keep_gradients(place: Path) -> None:
 
     plain = Optimiser.step
 
-    def step(self, number):
+    def step(self, number, **more):
         found = {name: whole(p.grad).clone() for name, p in self.working.items() if p.grad is not None}
         role = "critic" if any("score" in name for name in found) else "actor"
         path = place.with_name(f"{place.name}-{role}.safetensors")
         if not path.exists():
             save_file(found, path)
-        return plain(self, number)
+        return plain(self, number, **more)
 
     Optimiser.step = step
 
