@@ -179,20 +179,6 @@ def test_parts_of_another_step_are_noticed_even_with_checksums_of_their_own(fini
     assert f"its tensors are of step {step(before)}" in capsys.readouterr().out
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_with_a_line(tasks, finished, tmp_path):
-    out, log = tmp_path / "out", tmp_path / "log"
-    shutil.copytree(finished("sft"), out)
-    newest, _ = newest_two(out / "checkpoints")
-    state = json.loads((newest / "state.json").read_text())
-    (newest / "state.json").write_text(json.dumps({k: state[k] for k in ("counters", "random", "manifest")}))
-    save_file(load_file(tensors_of(newest)), tensors_of(newest), metadata={"first_rows": "{}"})
-    assert warm.run([*words(tasks, "sft", out), "--load_checkpoint"], log=log) == 0
-    assert "has no checksums; it is not verified" in log.read_text() and f"resumed from {newest}" in log.read_text()
-    halve_a_tensor(newest)
-    assert warm.run([*words(tasks, "sft", out), "--load_checkpoint"], log=log) == 2
-    assert "rows); remove this folder" in log.read_text() and "Traceback" not in log.read_text()
-
-
 def test_what_one_process_of_two_finds_damaged_all_pass_over(tasks, tmp_path):
     out, log = tmp_path / "out", tmp_path / "log"
     command = [*words(tasks, "sft", out), "--zero_stage", "2"]

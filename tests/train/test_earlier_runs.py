@@ -1,7 +1,6 @@
 """Runs do not destroy each other: not their models, and not their checkpoints."""
 
 import json
-import shutil
 
 import pytest
 
@@ -40,21 +39,6 @@ def test_checkpoints_lie_in_the_runs_own_folder_so_that_no_run_evicts_anothers(s
     assert not (tmp_path / "ckpt").exists()
     code, told, _ = sft("--save_path a --load_checkpoint")
     assert code == 0 and "resumed from a/checkpoints/global_step2 at step 2" in told
-
-
-def test_a_checkpoint_where_they_used_to_be_is_used_if_it_is_this_runs(sft, tmp_path):
-    assert sft("--save_path a --seed 1")[0] == 0
-    shutil.move(tmp_path / "a" / "checkpoints", tmp_path / "ckpt" / "checkpoints_sft")
-    code, told, _ = sft("--save_path a --seed 1 --load_checkpoint")
-    assert code == 0 and "ckpt/checkpoints_sft/global_step2, where they used to be, is of this run and is used" in told
-    code, told, _ = sft("--save_path c --seed 2 --load_checkpoint")
-    assert code == 0 and "no checkpoint in c/checkpoints: starting from the beginning" in told
-    (tmp_path / "ckpt" / "checkpoints_sft" / "global_step2" / "state.json").write_text("{}")  # and no business of e
-    (tmp_path / "ckpt" / "checkpoints_sft" / "global_step1" / "state.json").write_text("{}")
-    code, told, _ = sft("--save_path e --seed 2 --load_checkpoint")
-    assert code == 0 and "no checkpoint in e/checkpoints: starting from the beginning" in told
-    code, told, _ = sft("--save_path d --seed 1 --load_checkpoint --ckpt_path elsewhere")
-    assert "no checkpoint in elsewhere: starting from the beginning" in told
 
 
 def test_a_finished_run_is_set_aside_or_replaced_if_asked(sft, tmp_path):

@@ -8,11 +8,9 @@ from trimtab.train.run_directory import compare
 PLACE = Path("checkpoint")
 
 
-def test_weights_of_other_files_are_refused_and_what_an_earlier_version_noted_is_not_compared():
+def test_weights_of_other_files_are_refused():
     with pytest.raises(UserError, match="its initial weights differ"):
         compare({"initial_weights": "files-12"}, {"initial_weights": "files-34"}, PLACE)
     with pytest.raises(UserError, match="its initial weights differ"):
         compare({"initial_weights": "12"}, {"initial_weights": "34"}, PLACE)
     assert compare({"initial_weights": "files-12"}, {"initial_weights": "files-12"}, PLACE) == []
-    (line,) = compare({"initial_weights": "12"}, {"initial_weights": "files-34"}, PLACE)
-    assert "cannot be told" in line

@@ -1,12 +1,10 @@
 """What is written in one way of splitting is read in any other, and parts that do not make a whole are refused."""
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests import warm
 from trimtab.distributed.fsdp import Block
@@ -113,31 +111,6 @@ def test_numbers_without_dimensions_and_tensors_without_numbers_are_kept(tmp_pat
         parts.read_into("a", WHOLE.T.contiguous())
     with pytest.raises(ValueError, match="there is no b in it"):
         parts.whole("b")
-
-
-@pytest.mark.parametrize("noted", [True, False])
-def test_checkpoints_that_note_first_rows_are_still_read(tmp_path, noted):
-    """As they were written before blocks were noted; the third process had no row."""
-    for rank, (first, end) in enumerate([(0, 4), (4, 7), (7, 7)]):
-        notes = {"first_rows": json.dumps({"a": first} | ({"step": 0} if rank == 0 else {})), "step": "2"}
-        if noted:
-            notes["shapes"] = json.dumps({"a": [7, 6], "step": []})
-        held = {"a": WHOLE[first:end].clone()} | ({"step": torch.tensor(5.0)} if rank == 0 else {})
-        save_file(held, tmp_path / f"tensors-{rank:05d}-of-00003.safetensors", metadata=notes)
-    parts = TensorParts(tmp_path)
-    assert torch.equal(parts.whole("a"), WHOLE) and parts.whole("step") == 5.0 and parts.step == 2
-    again = torch.zeros(SHAPE)
-    parts.read_into("a", again)
-    assert torch.equal(again, WHOLE)
-
-
-def test_missing_rows_of_such_checkpoints_are_refused(tmp_path):
-    for rank, (first, end) in enumerate([(0, 4), (5, 7)]):
-        notes = {"first_rows": json.dumps({"a": first}), "step": "2"}
-        path = tmp_path / f"tensors-{rank:05d}-of-00002.safetensors"
-        save_file({"a": WHOLE[first:end].clone()}, path, metadata=notes)
-    with pytest.raises(ValueError, match="a has 36 of 42 numbers"):
-        TensorParts(tmp_path)
 
 
 def write_and_read_in_two(folder: Path) -> None:

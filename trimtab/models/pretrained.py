@@ -188,11 +188,6 @@ def weights_fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def same_kind(first: str | None, second: str | None) -> bool:
-    """Whether two fingerprints can be compared."""
-    return (first or "").startswith(FILES_PREFIX) == (second or "").startswith(FILES_PREFIX)
-
-
 def _local_files(folder: Path, flag: str) -> list[Path]:
     """The safetensors files of a folder; none where the weights are in other files."""
     index, single = folder / INDEX, folder / SINGLE

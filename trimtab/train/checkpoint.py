@@ -27,7 +27,7 @@ from trimtab.models.folder import merging
 from trimtab.models.load import load_frozen_policy
 from trimtab.models.policy import Policy
 from trimtab.train.alarms import LATEST, Mark, mark_of_newest
-from trimtab.train.checkpoint_files import PARTS, PATTERN, TensorParts, damage, is_sealed, sealed, take_sums, unsealed
+from trimtab.train.checkpoint_files import PARTS, PATTERN, TensorParts, damage, sealed, take_sums, unsealed
 
 PREFIX = "global_step"
 STATE, OLD = "state.json", ".old-"
@@ -169,8 +169,6 @@ class Checkpoints:
             if problem is None:
                 for broken, why in damaged:
                     self.world.say(f"warning: {broken}: damaged checkpoint ({why}); {path.name} is used instead")
-                if not is_sealed(state):
-                    self.world.say(f"warning: {path} is of an earlier version and has no checksums; it is not verified")
                 return path, state
             damaged.append((path, problem))
         if damaged:

@@ -63,27 +63,19 @@ def sealed(state: dict, step: int, parts: dict[str, dict]) -> str:
 
 
 def unsealed(text: str, step: int) -> dict:
-    """The state of the checkpoint of `step`; ValueError where it is not what was written.
-
-    Checkpoints of earlier versions have no seal: of them only the form is looked at.
-    """
+    """The state of the checkpoint of `step`; ValueError where it is not what was written."""
     state = json.loads(text)
     if not isinstance(state, dict):
         raise ValueError("state.json holds no object")
-    seal = state.pop(SEAL, None)
-    if seal is not None and seal != _digest(state):
+    if state.pop(SEAL, None) != _digest(state):
         raise ValueError("state.json is not what was written: its checksum differs")
     for name, kind in (("counters", dict), ("manifest", dict), ("random", list | dict)):
         if not isinstance(state.get(name), kind):
             raise ValueError(f"state.json has no {name}")
     counters = state["counters"]
-    if counters.get("step", counters.get("iteration")) != step or state.get(STEP, step) != step:
+    if counters.get("step", counters.get("iteration")) != step or state.get(STEP) != step:
         raise ValueError("state.json is of another step")
     return state
-
-
-def is_sealed(state: dict) -> bool:
-    return PARTS in state
 
 
 def damage(folder: Path, parts: Iterable[tuple[str, dict]]) -> str | None:
@@ -162,17 +154,13 @@ class TensorParts:
         steps = set()
         for index, file in enumerate(self._files):
             notes = file.metadata() or {}
-            self._shapes |= json.loads(notes.get("shapes", "{}"))
-            steps.add(notes.get("step"))
+            self._shapes |= json.loads(notes["shapes"])
+            steps.add(notes["step"])
             for name, blocks in _blocks_in(file, notes):
                 self._places.setdefault(name, []).extend((block, index) for block in blocks)
         if len(steps) > 1:
-            raise ValueError(f"its parts are of different steps ({', '.join(sorted(map(str, steps)))})")
-        noted = steps.pop()
-        self.step = None if noted is None else int(noted)
-        for name, places in self._places.items():
-            # Checkpoints of earlier versions do not note it.
-            self._shapes.setdefault(name, _extent([block for block, _ in places]))
+            raise ValueError(f"its parts are of different steps ({', '.join(sorted(steps))})")
+        self.step = int(steps.pop())
         for name, shape in self._shapes.items():
             blocks = [block for block, _ in self._found(name)]
             if not covers_once(blocks, shape):
@@ -220,23 +208,13 @@ class TensorParts:
 
 def _blocks_in(file: Any, notes: dict[str, str]) -> Iterator[tuple[str, list[Block]]]:
     """What a file says of the part that it holds of each tensor."""
-    noted = json.loads(notes["blocks"]) if "blocks" in notes else None
-    first_rows = json.loads(notes.get("first_rows", "{}"))  # of earlier versions, which split by rows only
+    noted = json.loads(notes["blocks"])
     for name in file.keys():  # noqa: SIM118 (not a dict)
         stored = whole_block(file.get_slice(name).get_shape())
-        if noted is None:
-            first = (first_rows.get(name, 0),) if stored.offsets else ()
-            yield name, [stored._replace(offsets=(*first, *stored.offsets[1:]))]
-            continue
         blocks = [Block(*map(tuple, block)) for block in noted[name]]
         if not covers_once([block._replace(offsets=block.place) for block in blocks], stored.lengths):
             raise ValueError(f"its parts of {name} are not those that it names")
         yield name, blocks or [stored]
-
-
-def _extent(blocks: list[Block]) -> list[int]:
-    ends = [[offset + length for offset, length in zip(block.offsets, block.lengths)] for block in blocks]
-    return [max(along) for along in zip(*ends)]
 
 
 class HeldParts:

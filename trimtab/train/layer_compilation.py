@@ -61,15 +61,14 @@ class Compiling:
     def settle(self, model: PackedModel, optimiser: Optimiser, task: Task) -> dict[str, bool]:
         """Before the first step, also of a resumed run."""
         tokens = float(task.lengths(task.store).mean()) * self.options.train_batch_size * task.order().steps
-        beside = task.scorers()
         # With LoRA the model is its own reference.
-        scores: list[AtWork] = [at_work for root, at_work in beside.values() if root is model]
+        scores: list[AtWork] = [scorer.at_work for scorer in task.scorers.values() if scorer.model is model]
         if task.evaluation_samples or task.scores_model:
             scores.append(contextlib.nullcontext)
         found = {"model": self._settle("model", model, scores, tokens, optimiser.take_gradients)}
-        for name, (root, at_work) in beside.items():
-            if root is not model:
-                found[name] = self._settle(name, root, [at_work], tokens)
+        for name, scorer in task.scorers.items():
+            if scorer.model is not model:
+                found[name] = self._settle(name, scorer.model, [scorer.at_work], tokens)
         self.decided = found
         return found
 
@@ -97,7 +96,7 @@ class Compiling:
         """Before a step: whether compiled layers, of any process, had to be given up."""
         if not self.decided or not any(self.decided.values()):
             return False
-        roots = [model, *(root for root, _ in task.scorers().values())]
+        roots = [model, *(scorer.model for scorer in task.scorers.values())]
         problems = [problem for root in roots if (problem := compile_problem(root))]
         if (problem := agreed(self.mesh, problems[0] if problems else "")) == "":
             return False

@@ -117,14 +117,14 @@ class TensorBoardLog:
 
     def write(self, row: dict) -> None:
         for curve, value in _curves(row).items():
-            self._writer.add_scalar(curve, value, row["step"])
+            self._writer.add_scalar(curve, value, row["step"])  # VisualDL's takes the same three
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
 
-class VisualDLLog:
+class VisualDLLog(TensorBoardLog):
     def __init__(self, folder: Path, earlier: Sequence[dict]):
         from visualdl import LogWriter
 
@@ -132,14 +132,6 @@ class VisualDLLog:
         # Of the records in a folder VisualDL shows the newest alone, so that one must tell the whole run.
         for row in earlier:
             self.write(row)
-
-    def write(self, row: dict) -> None:
-        for curve, value in _curves(row).items():
-            self._writer.add_scalar(tag=curve, value=value, step=row["step"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class WandbLog:
@@ -243,7 +235,7 @@ def _facts(answer: dict) -> dict[str, Any]:
     return {name: answer[name] for name in names if answer.get(name) is not None}
 
 
-AnyLog = TensorBoardLog | VisualDLLog | WandbLog | TrackioLog
+AnyLog = TensorBoardLog | WandbLog | TrackioLog
 
 
 class SteadyLog:

@@ -1,12 +1,10 @@
 """DPO (with cDPO, IPO, SimPO, ORPO) and KTO as tasks of the supervised loop, and the reference they compare with.
 
-The reference gives log-probs of whole answers, without gradient. With LoRA it is the policy with its adapters off, so
-there is no second copy. Otherwise it is a frozen model, kept in main memory between steps with --ref_offload.
+The reference gives log-probs of whole answers, without gradient: in every step, or once for all of them, on disk
+(--precompute_ref_log_probs).
 """
 
-import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,85 +20,41 @@ from trimtab.data.progress import progress
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import split_again
-from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
-from trimtab.models.compile import AtWork
-from trimtab.models.load import Loaded, TrainedModelOptions, load_frozen_policy
-from trimtab.models.lora import adapters_off
-from trimtab.models.packed import PackedModel, scoring
-from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
+from trimtab.models.load import Loaded
+from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
-from trimtab.train.task import PairTask, Task
+from trimtab.train.task import PairTask, Reference, Task, sequence_log_probs
 from trimtab.train.update import Share, Totals, counts_by_sequence, sums_by_sequence
 
 
-def check_reference(task: Any) -> None:
-    """Refuse a --ref_pretrain to which the data's token ids mean something else."""
-    name = task.options.ref_pretrain
-    if name is None:
-        return
-    ids = task.token_ids().tolist()
-    theirs = load_tokenizer(name, disable_fast=task.options.disable_fast_tokenizer, flag="--ref_pretrain")
-    for number, ours, other in zip(ids, *(t.convert_ids_to_tokens(ids) for t in (task.tokenizer, theirs))):
-        if ours != other:
-            raise UserError(
-                f"--ref_pretrain {name}: its token {number} is {other!r}, --pretrain's is {ours!r}; "
-                "a reference must have the same tokenizer"
-            )
+class ReferenceTask(Task):
+    """A task whose answers are compared with a reference's log-probs of them."""
+
+    options: DPOOptions | KTOOptions
+
+    def check_model(self, model: Policy) -> None:
+        """Refuse a --ref_pretrain to which the data's token ids mean something else."""
+        super().check_model(model)
+        name = self.options.ref_pretrain
+        if name is None:
+            return
+        ids = self.token_ids().tolist()
+        theirs = load_tokenizer(name, disable_fast=self.options.disable_fast_tokenizer, flag="--ref_pretrain")
+        for number, ours, other in zip(ids, *(t.convert_ids_to_tokens(ids) for t in (self.tokenizer, theirs))):
+            if ours != other:
+                raise UserError(
+                    f"--ref_pretrain {name}: its token {number} is {other!r}, --pretrain's is {ours!r}; "
+                    "a reference must have the same tokenizer"
+                )
+
+    def attach(self, loaded: Loaded, device: Device) -> None:
+        how: dict[str, Any] = {"pretrain": self.options.ref_pretrain, "offload": self.options.ref_offload}
+        self.scorers["reference"] = Reference(self.options, loaded, device, self.mesh, **how)
 
 
-class Reference:
-    def __init__(
-        self,
-        options: TrainedModelOptions,
-        loaded: Loaded | None,
-        device: Device,
-        mesh: Mesh,
-        *,
-        pretrain: str | None,
-        offload: bool,
-    ):
-        """`loaded`: the policy, which with LoRA is the reference too; `pretrain`: another model in place of what the
-        policy was at the start."""
-        self.device = device
-        self.precision = "bf16" if options.bf16 else "fp32"
-        self.adapters_off = options.lora_rank > 0 and pretrain is None
-        split = None
-        if not self.adapters_off:
-            split = mesh if is_frozen_sharded(options, mesh, offload=offload) else None
-            loaded = load_frozen_policy(pretrain or options.pretrain, options, device, mesh=split, offload=offload)
-            enable_context_parallel(loaded.model, options, mesh, f"the model {pretrain or options.pretrain}")
-        assert loaded is not None
-        self.model, self.weights = loaded.model, loaded.weights
-        self.keeping = FrozenPlacement(device, split, offload and not self.adapters_off)
-        self.keeping.settle(self.model)
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[Policy]:
-        """The reference on the device, ready to score."""
-        off = adapters_off(self.model.model) if self.adapters_off else contextlib.nullcontext()
-        with off, self.keeping.at_work(self.model):
-            yield self.model
-
-    def log_probs(self, batches: Iterable[TokenBatch], temperature: float) -> list[Tensor]:
-        """Log-probs of the trained tokens of every batch."""
-        with self.at_work() as model:
-            return [model(batch, temperature=temperature).log_probs_N for batch in batches]
-
-    def score(self, batches: list[TokenBatch], name: str = "reference_S") -> None:
-        """Put every sequence's log-prob into `extra[name]` of its batch."""
-        with self.at_work() as model:
-            for batch in batches:
-                batch.extra[name] = sequence_log_probs(model, batch)
-
-
-def sequence_log_probs(model: Policy, batch: TokenBatch) -> Tensor:
-    return sums_by_sequence(model(batch).log_probs_N, batch)
-
-
-def precomputed(reference: Reference, task: Any, *, evaluation: bool) -> np.ndarray:
+def precomputed(reference: Reference, task: Task, store: Any) -> np.ndarray:
     """Reference log-probs of every sample of a store [samples, sequences a sample], from disk if they are there."""
-    store = task.evaluation if evaluation else task.store
     how = f"{reference.precision}/{reference.model.path}/{reference.device.torch.type}"
     key = f"{reference.weights}/{store.fingerprint}/{how}"
     name = f"reference-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
@@ -126,34 +80,19 @@ def precomputed(reference: Reference, task: Any, *, evaluation: bool) -> np.ndar
 WITHOUT_REFERENCE = ("orpo", "simpo")
 
 
-class DPOTask(PairTask):
+class DPOTask(ReferenceTask, PairTask):
     options: DPOOptions
     verb = "dpo"
-    reference: Reference | None = None
     tables: dict | None = None  # precomputed reference log-probs, by store
-
-    def check_model(self, model: Policy) -> None:
-        super().check_model(model)
-        check_reference(self)
 
     def attach(self, loaded: Loaded, device: Device) -> None:
         if self.options.preference_loss in WITHOUT_REFERENCE:
             return
-        options = self.options
-        self.reference = Reference(
-            options, loaded, device, self.mesh, pretrain=options.ref_pretrain, offload=options.ref_offload
-        )
+        super().attach(loaded, device)
         if self.options.precompute_ref_log_probs:
-            self.tables = {
-                id(store): precomputed(self.reference, self, evaluation=store is self.evaluation)
-                for store in (self.store, self.evaluation)
-                if store is not None
-            }
-            self.reference = None
+            reference, stores = self.scorers.pop("reference"), (self.store, self.evaluation)
+            self.tables = {id(store): precomputed(reference, self, store) for store in stores if store is not None}
             split_again(loaded.model)
-
-    def scorers(self) -> dict[str, tuple[PackedModel, AtWork]]:
-        return {} if self.reference is None else {"reference": (self.reference.model, self.reference.at_work)}
 
     def make_batch(self, store, samples: list[int]) -> TokenBatch:
         batch = super().make_batch(store, samples)
@@ -162,8 +101,8 @@ class DPOTask(PairTask):
         return batch
 
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
-        if self.reference is not None:
-            self.reference.score(batches)
+        for reference in self.scorers.values():
+            reference.score(batches)
 
     def totals(self, batches: list[TokenBatch]) -> Totals:
         chosen = sum(int(counts_by_sequence(b)[0::2].sum()) for b in batches)
@@ -212,7 +151,7 @@ class DPOTask(PairTask):
 # ---- KTO
 
 
-class KTOTask(Task):
+class KTOTask(ReferenceTask):
     """Every batch carries its answers and, besides, the mismatched pairs that the step's KL is estimated from."""
 
     options: KTOOptions
@@ -237,22 +176,9 @@ class KTOTask(Task):
         batch.beside = TokenBatch.of([store.mismatched(i, int(partner[i])) for i in samples])
         return batch
 
-    def check_model(self, model: Policy) -> None:
-        super().check_model(model)
-        check_reference(self)
-
-    def attach(self, loaded: Loaded, device: Device) -> None:
-        options = self.options
-        self.reference = Reference(
-            options, loaded, device, self.mesh, pretrain=options.ref_pretrain, offload=options.ref_offload
-        )
-
-    def scorers(self) -> dict[str, tuple[PackedModel, AtWork]]:
-        return {"reference": (self.reference.model, self.reference.at_work)}
-
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
         mismatched = [b.beside for b in batches if b.beside is not None]
-        self.reference.score([*batches, *mismatched])
+        self.scorers["reference"].score([*batches, *mismatched])
         with scoring(model):
             ratios = [sequence_log_probs(model, b) - b.extra["reference_S"] for b in mismatched]
             local = torch.stack([r.sum() * b.weight for r, b in zip(ratios, batches)]).sum()

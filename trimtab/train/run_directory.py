@@ -18,7 +18,6 @@ from trimtab import __version__
 from trimtab.config.data import DataOptions, RowOptions
 from trimtab.config.dump import to_dict, to_yaml
 from trimtab.config.groups import CheckpointOptions, LoggingOptions, RunOptions, checkpoints_in
-from trimtab.config.jobs import TrainedOptions
 from trimtab.config.sharding import ShardingOptions
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
@@ -35,7 +34,6 @@ from trimtab.files import (
     writing,
 )
 from trimtab.models.load import TrainedModelOptions
-from trimtab.models.pretrained import same_kind
 from trimtab.train.checkpoint import Checkpoints
 
 
@@ -105,9 +103,6 @@ def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
         "data_order": "was trained on other data, or in another order (dataset, --train_batch_size or --seed changed)",
     }
     lines = []
-    if not same_kind(saved.get("initial_weights"), current.get("initial_weights")):
-        lines.append("whether its initial weights are --pretrain's cannot be told: an earlier version wrote it")
-        del named["initial_weights"]
     for key, problem in named.items():
         if saved.get(key) != current.get(key):
             raise UserError(
@@ -126,8 +121,7 @@ def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
     if saved.get("environment") != current.get("environment"):
         lines.append("the environment's file has changed since: episodes that were under way may begin anew")
     for key in ("seed", "dtype", "device_type", "threads", "fused_optimiser", "attention_path", "layout", "versions"):
-        noted = key != "layout" or key in saved  # earlier versions do not say it
-        if noted and saved.get(key) != current.get(key):
+        if saved.get(key) != current.get(key):
             was, now = json.dumps(saved.get(key)), json.dumps(current.get(key))
             lines.append(f"resumed with another {key} ({was} -> {now}): not bit for bit the uninterrupted run")
     return lines
@@ -228,25 +222,6 @@ def is_finished(folder: Path) -> bool:
     """Whether a run ended well there: it left its description and a whole model."""
     described = (folder / "manifest.json").is_file() and not is_unfinished(folder)
     return described and any((folder / name).is_file() for name in MODEL_FILES)
-
-
-def earlier_checkpoint(options: TrainedOptions, manifest: dict, world: World) -> tuple[Path, dict] | None:
-    """For a run that finds no checkpoint and was not told where to look: one in the folder that all runs of a verb used
-    to share, if it is this run's."""
-    if "ckpt_path" in options.given:
-        return None
-    shared = Path("./ckpt") / f"checkpoints_{'ppo_ray' if options.verb == 'ppo' else options.verb}"
-    if not shared.is_dir():
-        return None
-    try:
-        found = Checkpoints(shared, keep=1, keep_gib=0, world=world).load()
-        if found is None:
-            return None
-        compare(found[1]["manifest"], manifest, found[0])
-    except UserError:  # another run's, or nobody's any more
-        return None
-    world.say(f"no checkpoint in {options.ckpt_path}: {found[0]}, where they used to be, is of this run and is used")
-    return found
 
 
 # ---- the directory while the run works

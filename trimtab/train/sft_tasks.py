@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +15,9 @@ from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import whole
 from trimtab.errors import UserError
-from trimtab.models.compile import AtWork
-from trimtab.models.load import Loaded, fake_frozen_policy, load_frozen_policy
-from trimtab.models.packed import PackedModel
-from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
+from trimtab.models.load import Loaded, fake_frozen_policy
 from trimtab.models.policy import Policy, Teacher
-from trimtab.train.task import Task
+from trimtab.train.task import Reference, Task
 from trimtab.train.update import Share, Totals
 
 
@@ -47,20 +45,16 @@ class KDTask(SFTTask):
     verb = "kd"
 
     def attach(self, loaded: Loaded, device: Device) -> None:
-        options, mesh = self.options, self.mesh
-        self.device = device
-        split = mesh if is_frozen_sharded(options, mesh, offload=options.teacher_offload) else None
-        self.teacher = load_frozen_policy(
-            options.teacher_model, options, device, "--teacher_model", mesh=split, offload=options.teacher_offload
-        ).model
-        enable_context_parallel(self.teacher, options, mesh, "--teacher_model")
-        for root in (loaded.model, self.teacher):
+        options = self.options
+        how: dict[str, Any] = {"pretrain": options.teacher_model, "offload": options.teacher_offload}
+        self.teacher = Reference(options, None, device, self.mesh, flag="--teacher_model", **how)
+        self.scorers["teacher"] = self.teacher
+        for root in (loaded.model, self.teacher.model):
             if root.path == "logits":
                 raise UserError(f"{type(root.inner).__name__} has an LM head we cannot read; distil another model")
         # Its logits are taken chunk by chunk beside the student's, outside of the pass that gathers a split teacher.
-        self.head = self.teacher.head if split is None else whole_head(self.teacher, device.torch)
-        self.keeping = FrozenPlacement(device, split, options.teacher_offload)
-        self.keeping.settle(self.teacher)
+        model = self.teacher.model
+        self.head = whole_head(model, device.torch) if self.teacher.is_split else model.head
         self.divergence = divergence(options.kd_loss, options.jsd_beta)
 
     def check_model(self, model: Policy) -> None:
@@ -76,16 +70,13 @@ class KDTask(SFTTask):
             )
 
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
-        with self.keeping.at_work(self.teacher):
+        with self.teacher.at_work() as teacher:
             for batch in batches:
-                batch.extra["teacher_ND"] = self.teacher(batch, hidden_only=True).hidden_ND
-        self.head.to(self.device.torch)
-
-    def scorers(self) -> dict[str, tuple[PackedModel, AtWork]]:
-        return {"teacher": (self.teacher, lambda: self.keeping.at_work(self.teacher))}
+                batch.extra["teacher_ND"] = teacher(batch, hidden_only=True).hidden_ND
+        self.head.to(self.teacher.device.torch)
 
     def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
-        teacher = Teacher(batch.extra["teacher_ND"], self.head, self.teacher.logit_shape, self.divergence)
+        teacher = Teacher(batch.extra["teacher_ND"], self.head, self.teacher.model.logit_shape, self.divergence)
         out = model(batch, router=self.balances_experts(model), teacher=teacher)
         nll = sft_loss_sum(out.log_probs_N) / totals["trained_tokens"]
         distance = out.divergence_N.sum() / totals["trained_tokens"]

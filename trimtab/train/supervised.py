@@ -72,7 +72,6 @@ from trimtab.train.run_directory import (
     SpaceWatch,
     adam_bytes,
     compare,
-    earlier_checkpoint,
     make_manifest,
     names_fingerprint,
     settings,
@@ -97,18 +96,6 @@ class Counters:
         self.step += 1
         self.skipped_steps += not applied
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
-
-
-@dataclass
-class Carried:
-    """What a process keeps of a run that is begun anew: its own parts, and what all know."""
-
-    tensors: HeldParts
-    random: dict
-    counters: Counters
-    pass_limit: PassLimit
-    pending: dict | None
-    compiled: dict[str, bool] | None
 
 
 @dataclass
@@ -169,13 +156,12 @@ class SupervisedRun:
 
     # ---- the loop
 
-    def train(self, carried: "Carried | None" = None) -> None:
-        """`carried`: what this process held of the same run, before it was begun anew."""
+    def train(self, carried: tuple | None = None) -> None:
+        """`carried`: what `carry` kept in this process of the same run, before it was begun anew."""
         with self.run_folder.locked():
+            resumed = carried is not None or (self.options.load_checkpoint and self.resume())
             if carried is not None:
-                resumed = self.take_over(carried)
-            else:
-                resumed = self.resume() if self.options.load_checkpoint else False
+                self.take_over(*carried)
             self.manifest["compiled"] = self.compiling.settle(self.model, self.optimiser, self.task)
             if self.mesh.leads:
                 self.run_folder.describe()
@@ -204,16 +190,16 @@ class SupervisedRun:
                 self.leave(signal)
 
     def conclude(self) -> None:
+        def write_results() -> None:
+            with writing(f"--save_path {self.folder}: cannot write the model"):
+                self.task.finish(self.model, self.folder)
+                self.save_model(self.folder)
+
         self.check_finite(self.optimiser.masters.values())
-        self.cannot_write(self.attempt(self.write_results))
+        self.cannot_write(self.attempt(write_results))
         self.run_folder.finish()
         if self.counters.skipped_in_a_row:
             raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "steps", self.folder))
-
-    def write_results(self) -> None:
-        with writing(f"--save_path {self.folder}: cannot write the model"):
-            self.task.finish(self.model, self.folder)
-            self.save_model(self.folder)
 
     @staticmethod
     def attempt(write: Callable[[], object]) -> str | None:
@@ -433,7 +419,7 @@ class SupervisedRun:
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint, if there is one and it is this run's."""
-        loaded = self.checkpoints.load() or earlier_checkpoint(self.options, self.manifest, self.mesh.world)
+        loaded = self.checkpoints.load()
         if loaded is None:
             self.mesh.world.say(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning")
             return False
@@ -443,8 +429,8 @@ class SupervisedRun:
         with reading(path):
             self.optimiser.restore(TensorParts(path))
             self.counters = Counters(**state["counters"])
-            self.task.pass_limit = PassLimit(**state.get("pass_limit", {}))
-            self.compiling.decided = state.get("compiled", {})  # earlier versions compiled nothing
+            self.task.pass_limit = PassLimit(**state["pass_limit"])
+            self.compiling.decided = state["compiled"]
             self.go_on_drawing(state["random"])
         self.mesh.world.say(f"resumed from {path} at step {self.counters.step}")
         return True
@@ -457,17 +443,15 @@ class SupervisedRun:
         else:
             seed_everything(process_seed(self.options.seed, places.rank, self.counters.step))
 
-    def carry(self) -> "Carried":
-        tensors = HeldParts(self.optimiser.state())
+    def carry(self) -> tuple:
+        """What this process keeps of a run that is begun anew: its parts, and what all know."""
         known = (self.counters, self.task.pass_limit, self.pending, self.compiling.decided)
-        return Carried(tensors, random_state(), *known)
+        return HeldParts(self.optimiser.state()), random_state(), known
 
-    def take_over(self, carried: "Carried") -> bool:
-        self.optimiser.restore(carried.tensors)
-        restore_random_state(carried.random)
-        self.counters, self.task.pass_limit, self.pending = carried.counters, carried.pass_limit, carried.pending
-        self.compiling.decided = carried.compiled
-        return True
+    def take_over(self, tensors: HeldParts, random: dict, known: tuple) -> None:
+        self.optimiser.restore(tensors)
+        restore_random_state(random)
+        self.counters, self.task.pass_limit, self.pending, self.compiling.decided = known
 
     def leave(self, signal_number: int) -> None:
         if not self.checkpoints.saved(self.counters.step):

@@ -4,7 +4,8 @@ A job is a subclass of Task that names its store, turns samples into batches, an
 step's loss. Everything else here is the same for all of them.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,14 @@ from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
-from trimtab.models.compile import AtWork
-from trimtab.models.load import Loaded, fake_policy, load_policy
+from trimtab.models.load import Loaded, TrainedModelOptions, fake_policy, load_frozen_policy, load_policy
+from trimtab.models.lora import adapters_off
 from trimtab.models.packed import PackedModel, learned_positions
+from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
+from trimtab.models.policy import Policy
 from trimtab.models.reward import REWARDS
 from trimtab.train.micro_batch_limit import PassLimit
-from trimtab.train.update import Share, Totals, balance_share
+from trimtab.train.update import Share, Totals, balance_share, sums_by_sequence
 
 
 class Task:
@@ -40,6 +43,7 @@ class Task:
 
     def __init__(self, options: SupervisedOptions, tokenizer: PreTrainedTokenizerBase):
         self.pass_limit = PassLimit()
+        self.scorers: dict[str, Reference] = {}
         self.options, self.tokenizer = options, tokenizer
         rows = load_rows(
             options.dataset,
@@ -80,11 +84,7 @@ class Task:
         return fake_policy(self.options)
 
     def attach(self, loaded: Loaded, device: Device) -> None:
-        """Load what the job needs besides the model: a reference, a teacher."""
-
-    def scorers(self) -> dict[str, tuple[PackedModel, AtWork]]:
-        """What scores beside the model, or is the model in another state, and how it is brought to work."""
-        return {}
+        """Load what scores beside the model, by name, into `self.scorers`: a reference, a teacher."""
 
     def prepare(self, model: PackedModel, batches: list[TokenBatch]) -> None:
         """Look at the whole step before its first gradient: score it with a reference, for one."""
@@ -220,6 +220,67 @@ class Task:
 def _prompts_of(store: Any) -> Iterator[bytes]:
     sequences = getattr(store, "sequences", store)
     return beginnings(sequences.ids, sequences.offsets, sequences.trained, every=len(sequences) // len(store))
+
+
+# ---- models beside the trained one
+
+
+class Reference:
+    """A frozen model that scores beside the trained one: a reference, or a teacher.
+
+    With LoRA the reference is the policy with its adapters off, so there is no second copy. With `offload` the model is
+    kept in main memory between steps.
+    """
+
+    def __init__(
+        self,
+        options: TrainedModelOptions,
+        loaded: Loaded | None,
+        device: Device,
+        mesh: Mesh,
+        *,
+        pretrain: str | None,
+        offload: bool,
+        flag: str | None = None,
+    ):
+        """`loaded`: the policy, which with LoRA is the reference too; `pretrain`: another model in place of what the
+        policy was at the start, named by `flag`."""
+        self.device = device
+        self.precision = "bf16" if options.bf16 else "fp32"
+        self.adapters_off = options.lora_rank > 0 and pretrain is None
+        split = None
+        if not self.adapters_off:
+            split = mesh if is_frozen_sharded(options, mesh, offload=offload) else None
+            name = pretrain or options.pretrain
+            loaded = load_frozen_policy(name, options, device, flag or "--ref_pretrain", mesh=split, offload=offload)
+            enable_context_parallel(loaded.model, options, mesh, flag or f"the model {name}")
+        assert loaded is not None
+        self.model, self.weights = loaded.model, loaded.weights
+        self.is_split = split is not None
+        self._placement = FrozenPlacement(device, split, offload and not self.adapters_off)
+        self._placement.settle(self.model)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[Policy]:
+        """The reference on the device, ready to score."""
+        off = adapters_off(self.model.model) if self.adapters_off else contextlib.nullcontext()
+        with off, self._placement.at_work(self.model):
+            yield self.model
+
+    def log_probs(self, batches: Iterable[TokenBatch], temperature: float) -> list[Tensor]:
+        """Log-probs of the trained tokens of every batch."""
+        with self.at_work() as model:
+            return [model(batch, temperature=temperature).log_probs_N for batch in batches]
+
+    def score(self, batches: list[TokenBatch]) -> None:
+        """Put every sequence's log-prob into `extra` of its batch."""
+        with self.at_work() as model:
+            for batch in batches:
+                batch.extra["reference_S"] = sequence_log_probs(model, batch)
+
+
+def sequence_log_probs(model: Policy, batch: TokenBatch) -> Tensor:
+    return sums_by_sequence(model(batch).log_probs_N, batch)
 
 
 # ---- preference pairs

@@ -30,7 +30,7 @@ from trimtab.train.rl.async_client import RolloutStalled
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
 from trimtab.train.rl.rollout_client import EnvironmentFailed
 from trimtab.train.rl.rollout_files import KeptTokens, TimeLine, best_and_worst, sample_fields, turns, whole_groups
-from trimtab.train.run_directory import RunFolder, SpaceWatch, adam_bytes, compare, earlier_checkpoint
+from trimtab.train.run_directory import RunFolder, SpaceWatch, adam_bytes, compare
 
 LEARNERS = ("actor", "critic", "proposal")
 OF_THE_LOOP = ("experience", "ahead")
@@ -253,7 +253,7 @@ class RunFiles:
 
     def load(self, roles: Any) -> tuple[dict[str, dict[str, Tensor]], dict] | None:
         """Give the roles the newest checkpoint's state; the loop's own comes back."""
-        loaded = self.checkpoints.load() or earlier_checkpoint(self.options, self.manifest, self.checkpoints.world)
+        loaded = self.checkpoints.load()
         if loaded is None:
             print(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning", flush=True)
             return None

@@ -35,13 +35,13 @@ from trimtab.rollout.factory import build_engine, build_vllm_engine, engine_envi
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.layer_compilation import given_up
 from trimtab.train.optimizer import Optimiser
-from trimtab.train.preference_tasks import Reference
 from trimtab.train.rl.async_worker import AsyncRolloutWorker, ThreadedRolloutWorker
 from trimtab.train.rl.checks import critic_start, first_reward
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.rollout_worker import RolloutWorker
 from trimtab.train.rl.state import Roles
 from trimtab.train.rl.trainer import CriticTrainer, PolicyTrainer, ReferenceRole, RewardModels
+from trimtab.train.task import Reference
 
 
 def make_episode_engine(

@@ -36,10 +36,10 @@ from trimtab.train.checkpoint_files import HeldParts, TensorParts, all_finite, w
 from trimtab.train.layer_compilation import agreed, settle_layers, told
 from trimtab.train.micro_batch_limit import NoRoom, memory_guard, taking_back
 from trimtab.train.optimizer import Optimiser, WeightAverage
-from trimtab.train.preference_tasks import Reference
 from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.run_directory import names_fingerprint
+from trimtab.train.task import Reference
 from trimtab.train.update import Share, Totals, accumulate
 
 RoleModel = tuple[PackedModel, Device, Sequence[AtWork]]
