@@ -98,7 +98,7 @@ def test_who_has_no_environments_hears_at_once_that_they_have_failed():
     def work(peers):
         pool = BroadcastPool(lambda: Pool(Counting), peers)
         if peers.leads:
-            pool._pool.finished = fail
+            pool._pool.poll = fail
         pool.poll(0.0)
 
     first, other = in_both(work)

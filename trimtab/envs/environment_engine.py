@@ -121,12 +121,6 @@ class EpisodeState:
     def add(self, said: Segment, trajectories: tuple[Trajectory, ...]) -> None:
         self.now = EpisodeSnapshot(trajectories, (*self.now.said, said))
 
-    def set_reward(self, reward: float) -> None:
-        """Set the reward of the last turn."""
-        *before, turn = self.now.said
-        assert turn.drawn, "an environment rewards turns of the model"
-        self.now = replace(self.now, said=(*before, replace(turn, reward=reward)))
-
     def conversation(self, count: int | None = None) -> list[Message]:
         """All messages so far, or those of the first `count` entries of the record."""
         first = self.task.asked if self.opening is None else self.opening
@@ -396,7 +390,9 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         step = reply.step
         state.last_tools = {name: getattr(reply, name) for name in ("tool_calls", "tool_failures", "unknown_tools")}
         state.logs.update(step.logs)
-        state.set_reward(step.reward)
+        *before, turn = state.now.said
+        assert turn.drawn, "an environment rewards turns of the model"
+        state.now = replace(state.now, said=(*before, replace(turn, reward=step.reward)))
         if step.done:
             self._end(state, "length" if state.now.said[-1].finish == "length" else "stop")
         elif step.truncated:

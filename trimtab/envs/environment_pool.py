@@ -249,8 +249,12 @@ class Environments:
         return reply
 
     def _report(self) -> None:
+        def loading(episode: int) -> bool:
+            worker = self._sessions[episode].worker
+            return worker is not None and not worker.loaded
+
         with self._pool.state:
-            self._pending.report(lambda episode: self._pool.is_loading(self._sessions[episode]))
+            self._pending.report(loading)
 
 
 class EnvironmentPool(Environments):
@@ -311,11 +315,12 @@ class BroadcastPool:
         """`open_pool`: called in the first process only."""
         self._pool: EnvironmentInstances | None = None
         self._peers = peers
-        self.info = EnvironmentInfo(**self._broadcast(lambda: self._opened(open_pool)))
 
-    def _opened(self, open_pool: Callable[[], EnvironmentInstances]) -> dict[str, Any]:
-        self._pool = open_pool()
-        return asdict(self._pool.info)
+        def opened() -> dict[str, Any]:
+            self._pool = open_pool()
+            return asdict(self._pool.info)
+
+        self.info = EnvironmentInfo(**self._broadcast(opened))
 
     def _broadcast(self, find: Callable[[], Any]) -> Any:
         """The first process's result, in all processes. If it raises, all raise an error with its message."""
@@ -349,21 +354,16 @@ class BroadcastPool:
             self._pool.drop(episode)
 
     def poll(self, seconds: float) -> list[Reply]:
-        return [_decoded_reply(*encoded) for encoded in self._broadcast(lambda: self._replies(seconds))]
+        def replies() -> list[list[Any]]:
+            assert self._pool is not None, "the first has it"
+            return [[type(reply).__name__, asdict(reply)] for reply in self._pool.poll(seconds)]
 
-    def _replies(self, seconds: float) -> list[list[Any]]:
-        assert self._pool is not None, "the first has it"
-        return [_encoded_reply(reply) for reply in self._pool.poll(seconds)]
+        found = []
+        for kind, values in self._broadcast(replies):
+            step = {"step": Step(**values["step"])} if "step" in values else {}
+            found.append(REPLY_TYPES[kind](**{**values, **step}))
+        return found
 
     def close(self) -> None:
         if self._pool is not None:
             self._pool.close()
-
-
-def _encoded_reply(reply: Reply) -> list[Any]:
-    return [type(reply).__name__, asdict(reply)]
-
-
-def _decoded_reply(kind: str, values: dict[str, Any]) -> Reply:
-    step = {"step": Step(**values["step"])} if kind == StepReply.__name__ else {}
-    return REPLY_TYPES[kind](**{**values, **step})

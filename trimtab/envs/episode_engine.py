@@ -8,7 +8,7 @@ caller was given; a later session that resumes from this very record goes on wit
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from trimtab.envs.environment_pool import InstancePool, Reply
 from trimtab.envs.types import EpisodeSettings, Task
@@ -42,7 +42,7 @@ def finished_branches(
 
 def partial_branches(sequences: Sequence[Trajectory], task: Task, episode: Episode) -> list[Trajectory]:
     """The partial rollouts of an episode, one for each branch."""
-    own = {"sample": task.sample, "prompt_ids": [], "plain_log_probs": None, "episode": episode}
+    own: dict[str, Any] = {"sample": task.sample, "prompt_ids": [], "plain_log_probs": None, "episode": episode}
     found = [replace(s, **own, drawn=s.mask, branch=branch) for branch, s in enumerate(sequences)]
     return found or [Trajectory.empty(task.sample)]
 
@@ -107,9 +107,6 @@ class EpisodeEngine(Engine, Generic[EpisodeT]):
         """End the instance of an episode."""
         self._instances.drop(active.number)
         self._inbox.pop(active.number, None)
-
-    def session_closed(self) -> None:
-        self._session = None
 
     # ---- the engine inside
 

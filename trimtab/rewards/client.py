@@ -158,7 +158,6 @@ def _of_another_library(value: Any) -> Any:
 
 WORTH_ANOTHER_TRY = {408, 425, 429}  # of the client errors; server errors all are
 LONGEST_PAUSE = 30.0
-LONGEST_REPLY = 2**28
 SECONDS_TO_CLOSE = 5.0
 
 
@@ -299,7 +298,8 @@ class RemoteReward:
         raise failure
 
     async def _exchange(self, url: str, protocol: Protocol, part: RewardRequest) -> RewardResult:
-        status, content = await self._post(url, encode(protocol.request_body(part)))
+        response = await self._client.post(url, content=encode(protocol.request_body(part)))
+        status, content = response.status_code, response.content
         shown = repr(" ".join(content.decode(errors="replace").split())[:120])
         if status >= 500 or status in WORTH_ANOTHER_TRY:
             raise RewardFailed(f"HTTP status {status} {shown}")
@@ -312,16 +312,6 @@ class RemoteReward:
         if not isinstance(reply, dict):
             raise ProtocolError(f"a reply that is no JSON object: {shown}")
         return protocol.read_reply(reply, len(part))
-
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        """Status and content."""
-        content = bytearray()
-        async with self._client.stream("POST", url, content=body) as response:
-            async for piece in response.aiter_bytes():
-                content += piece
-                if len(content) > LONGEST_REPLY:
-                    raise RewardFailed(f"a reply of more than {LONGEST_REPLY} bytes")
-            return response.status_code, bytes(content)
 
 
 def _reason(error: Exception) -> str:

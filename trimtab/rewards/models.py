@@ -9,13 +9,13 @@ as in training.
 import dataclasses
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.jobs import AttackOptions, ServeRMOptions
@@ -41,11 +41,71 @@ PADDED_SAMPLES = 8  # of a pass of a model that takes padded rows, whose memory 
 IDLE: tuple[list[int], TokenBatch] = ([], TokenBatch.of([(np.zeros(2, dtype=np.int64), np.array([False, True]))]))
 """A pass without samples."""
 
+Scores = TypeVar("Scores")
 
-class ModelReward:
-    """The score of a reward model, or of any sequence classifier with one score."""
+
+class FrozenModelReward:
+    """A frozen model that scores samples in micro-batches."""
 
     concurrent = False
+    columns: Sequence[str] = ()  # that it reads of the data
+
+    def __init__(
+        self,
+        pretrain: str,
+        options: Any,
+        device: Device,
+        *,
+        max_len: int | None = None,
+        max_samples: int | None = None,
+        max_tokens: int = MAX_TOKENS,
+        flag: str = "--reward_pretrain",
+        mesh: Mesh | None = None,
+        offload: bool = False,
+    ):
+        """`options`: how to load it; `mesh`, `offload`: where its weights are (models/parallel/sharded_model.py). A
+        pass has at most `max_tokens` tokens and `max_samples` samples of at most `max_len` tokens. `flag` names it in
+        errors."""
+        self.name, self.pretrain, self.device = Path(pretrain).name, pretrain, device
+        check_model_folder(pretrain, flag)
+        self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag=flag)
+        split: dict[str, Any] = {"mesh": mesh, "offload": offload}
+        self.model = self.load(options, flag, split)
+        self.keeping = FrozenPlacement(device, **split)
+        self.keeping.settle(self.model)
+        self.max_len, self.max_tokens = max_len, max_tokens
+        self.max_samples = max_samples if self.model.path == "packed" else max_samples or PADDED_SAMPLES
+
+    def load(self, options: Any, flag: str, split: dict[str, Any]) -> PackedModel:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+    def run(
+        self,
+        score: Callable[[TokenBatch], Scores],
+        sequences: Sequence[np.ndarray],
+        marks: Sequence[np.ndarray] | None = None,
+    ) -> list[tuple[list[int], Scores]]:
+        """Rows and scores of every micro-batch; `marks`: the trained tokens of sequences."""
+        lengths = [len(ids) if self.max_len is None else min(len(ids), self.max_len) for ids in sequences]
+        passes = []
+        for packed in pack(lengths, self.max_tokens):
+            for part in chunk([lengths[row] for row in packed], self.max_samples or len(packed)):
+                rows = [packed[index] for index in part]
+                marked = [np.zeros(lengths[row], dtype=bool) if marks is None else marks[row] for row in rows]
+                kept = [(sequences[row][: lengths[row]], mark[: lengths[row]]) for row, mark in zip(rows, marked)]
+                passes.append((rows, TokenBatch.of(kept)))
+        found = []
+        with self.keeping.at_work(self.model):
+            for rows, batch in self.keeping.in_step(passes, IDLE):
+                found.append((rows, score(batch.to(self.device.torch))))
+        return found
+
+
+class ModelReward(FrozenModelReward):
+    """The score of a reward model, or of any sequence classifier with one score."""
 
     def __init__(
         self,
@@ -56,33 +116,21 @@ class ModelReward:
         policy_tokenizer: PreTrainedTokenizerBase | None = None,
         messages_key: str | None = None,
         normalize: bool = False,
-        max_len: int | None = None,
-        max_samples: int | None = None,
-        max_tokens: int = MAX_TOKENS,
-        flag: str = "--reward_pretrain",
-        mesh: Mesh | None = None,
-        offload: bool = False,
+        **settings: Any,
     ):
-        """`options`: how to load it (LoadOptions and RewardHeadOptions); `mesh`, `offload`: where its weights are
-        (models/parallel/sharded_model.py).
+        """`options`: LoadOptions and RewardHeadOptions; `settings`: of FrozenModelReward.
 
         `messages_key`: the column that holds a sample's conversation (or its only user turn), for a model that has to
-        render it anew. `normalize`: subtract the mean and divide by the deviation that config.json holds. A pass has at
-        most `max_tokens` tokens and `max_samples` samples of at most `max_len` tokens. `flag` names it in errors.
+        render it anew. `normalize`: subtract the mean and divide by the deviation that config.json holds.
         """
-        self.name, self.pretrain = Path(pretrain).name, pretrain
-        self.device = device
-        self.columns = [messages_key] if messages_key else []  # that it reads of the data
-        check_model_folder(pretrain, flag)
-        self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag=flag)
-        split: dict[str, Any] = {"mesh": mesh, "offload": offload}
-        self.model = load_frozen_reward_model(pretrain, options, device, self.tokenizer, flag, **split).model
-        self.keeping = FrozenPlacement(device, **split)
-        self.keeping.settle(self.model)
+        super().__init__(pretrain, options, device, **settings)
+        self.columns = [messages_key] if messages_key else []
         self.reads_ids = policy_tokenizer is not None and same_tokenizer(self.tokenizer, policy_tokenizer)
         self._reader = TextEncoder(self.tokenizer, policy_tokenizer, messages_key, is_decoder=hasattr(self.inner, HEAD))
         self._mean, self._deviation = _normaliser(self.model, pretrain) if normalize else (0.0, 1.0)
-        self._micro_batches = MicroBatches(max_len, max_samples, max_tokens, packed=self.model.path == "packed")
+
+    def load(self, options: RewardLoadOptions, flag: str, split: dict[str, Any]) -> PackedModel:
+        return load_frozen_reward_model(self.pretrain, options, self.device, self.tokenizer, flag, **split).model
 
     @property
     def inner(self) -> Any:
@@ -105,9 +153,6 @@ class ModelReward:
         scores = checked(self.scores(sequences), len(request), f"reward model {self.name}: reward")
         return RewardResult([(score - self._mean) / self._deviation for score in scores])
 
-    def close(self) -> None:
-        pass
-
     def sequences(self, request: RewardRequest) -> list[np.ndarray]:
         """The model's input for each sample."""
         if not (self.reads_ids and request.response_ids):
@@ -118,44 +163,11 @@ class ModelReward:
     def scores(self, sequences: Sequence[np.ndarray]) -> list[float]:
         """The model's scores, not normalised."""
         scores = [0.0] * len(sequences)
-        found: list[tuple[list[int], Tensor]] = []
-        passes = list(self._micro_batches.over(sequences))
-        with self.keeping.at_work(self.model):
-            for rows, batch in self.keeping.in_step(passes, IDLE):
-                found.append((rows, self.model(batch.to(self.device.torch)).scores_S))
-        for rows, scores_S in found:  # after all passes: the next is prepared while a device is at work
+        # Read after all passes: the next is prepared while a device is at work.
+        for rows, scores_S in self.run(lambda batch: self.model(batch).scores_S, sequences):
             for row, score in zip(rows, scores_S.tolist()):
                 scores[row] = score
         return scores
-
-
-class MicroBatches:
-    """Truncates sequences and packs them into micro-batches."""
-
-    def __init__(
-        self,
-        max_len: int | None = None,
-        max_samples: int | None = None,
-        max_tokens: int = MAX_TOKENS,
-        *,
-        packed: bool = True,
-    ):
-        """`packed`: the model takes packed rows."""
-        self.max_len, self.max_tokens = max_len, max_tokens
-        self.max_samples = max_samples if packed else max_samples or PADDED_SAMPLES
-
-    def over(self, sequences: Sequence[np.ndarray], marks: Sequence[np.ndarray] | None = None):
-        """(rows, their batch) of every micro-batch; `marks`: the batch's trained tokens."""
-        lengths = [len(ids) if self.max_len is None else min(len(ids), self.max_len) for ids in sequences]
-        for packed in pack(lengths, self.max_tokens):
-            for part in chunk([lengths[row] for row in packed], self.max_samples or len(packed)):
-                rows = [packed[index] for index in part]
-                kept = [(sequences[row][: lengths[row]], _mark(marks, row, lengths[row])) for row in rows]
-                yield rows, TokenBatch.of(kept)
-
-
-def _mark(marks: Sequence[np.ndarray] | None, row: int, length: int) -> np.ndarray:
-    return np.zeros(length, dtype=bool) if marks is None else marks[row][:length]
 
 
 class TextEncoder:
@@ -227,7 +239,7 @@ PLACES = ("steps", "min", "last")
 StepLoadOptions = RLOptions | ServeRMOptions
 
 
-class ProcessReward:
+class ProcessReward(FrozenModelReward):
     """A process reward model (`trimtab prm`): every step of a response gets the probability that it is right.
 
         steps   each score is a reward of its step's last token; the response as a whole gets none
@@ -238,9 +250,6 @@ class ProcessReward:
     before which the placeholder is then inserted. The text after the last of them is a step too.
     """
 
-    concurrent = False
-    columns: tuple[str, ...] = ()  # what it asks for of the data
-
     def __init__(
         self,
         pretrain: str,
@@ -250,39 +259,31 @@ class ProcessReward:
         place: str = "min",
         separator: str | None = None,
         policy_tokenizer: PreTrainedTokenizerBase | None = None,
-        max_len: int | None = None,
-        max_samples: int | None = None,
-        max_tokens: int = MAX_TOKENS,
-        mesh: Mesh | None = None,
-        offload: bool = False,
+        **settings: Any,
     ):
-        """`options`: how to load it, and its placeholder_token and reward_tokens (LoadOptions, StepRewardOptions).
+        """`options`: LoadOptions and StepRewardOptions (placeholder_token, reward_tokens); `settings`: of
+        FrozenModelReward.
 
         `place`: steps, min or last; steps needs the policy's tokenizer, to find the tokens. `separator`: what ends a
-        step; unset: the placeholder. The rest is as in ModelReward.
+        step; unset: the placeholder.
         """
         if place not in PLACES:
             raise UserError(f"step rewards are placed by {', '.join(PLACES)}, not {place}")
         if not options.reward_tokens:
             raise UserError("a process reward model needs --reward_tokens, positive first, as in its training")
         assert options.placeholder_token is not None
-        self.name, self.pretrain = Path(pretrain).name, pretrain
-        self.device, self.place, self.placeholder = device, place, options.placeholder_token
+        self.place, self.placeholder, self.policy_tokenizer = place, options.placeholder_token, policy_tokenizer
         self.separator = separator or self.placeholder
-        self.policy_tokenizer = policy_tokenizer
-        check_model_folder(pretrain, "--reward_pretrain")
-        self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag="--reward_pretrain")
-        self._placeholder_id = one_token(self.placeholder, self.tokenizer, "--placeholder_token")
-        split: dict[str, Any] = {"mesh": mesh, "offload": offload}
-        self.model = load_frozen_policy(pretrain, options, device, "--reward_pretrain", **split).model
-        self.keeping = FrozenPlacement(device, **split)
-        self.keeping.settle(self.model)
+        super().__init__(pretrain, options, device, **settings)
         if self.model.path == "logits":
             raise UserError(
                 f"--reward_pretrain {pretrain}: cannot read step rewards off {type(self.model.inner).__name__}"
             )
         self._choices = torch.tensor(reward_token_ids(options.reward_tokens, self.tokenizer), device=device.torch)
-        self._micro_batches = MicroBatches(max_len, max_samples, max_tokens, packed=self.model.path == "packed")
+
+    def load(self, options: StepLoadOptions, flag: str, split: dict[str, Any]) -> PackedModel:
+        self._placeholder_id = one_token(self.placeholder, self.tokenizer, "--placeholder_token")
+        return load_frozen_policy(self.pretrain, options, self.device, flag, **split).model
 
     @property
     def reads_texts(self) -> bool:
@@ -298,9 +299,7 @@ class ProcessReward:
         scores = self.step_scores(request.prompts, texts, spans)
         for row, found in enumerate(scores):
             if not found:
-                raise BadSample(
-                    f"{self.name}: no step of row {row} is within the first {self._micro_batches.max_len} tokens", row
-                )
+                raise BadSample(f"{self.name}: no step of row {row} is within the first {self.max_len} tokens", row)
         worst, last = [min(found) for found in scores], [found[-1] for found in scores]
         logs = {"steps": [float(len(found)) for found in scores], "worst_step": worst, "last_step": last}
         if self.place != "steps":
@@ -308,22 +307,20 @@ class ProcessReward:
         steps = [self._on_tokens(request.response_ids[row], spans[row], scores[row]) for row in range(len(request))]
         return RewardResult([0.0] * len(request), worst, logs, steps)
 
-    def close(self) -> None:
-        pass
-
     def step_scores(
         self, prompts: list[str], responses: list[str], spans: list[list[tuple[int, int]]]
     ) -> list[list[float]]:
         """The probability of the first reward token at the end of every step; steps beyond max_len have none."""
         tokenised = [self._tokens(*sample) for sample in zip(prompts, responses, spans)]
         scores: list[list[float]] = [[] for _ in responses]
-        passes = list(self._micro_batches.over(*zip(*tokenised))) if tokenised else []
-        with self.keeping.at_work(self.model):
-            for rows, batch in self.keeping.in_step(passes, IDLE):
-                batch = batch.to(self.device.torch)
-                right = self.model(batch, choices_K=self._choices).choices_NK[:, 0].exp().tolist()
-                for owner, score in zip(batch.owners_N.tolist(), right) if rows else ():
-                    scores[rows[owner]].append(score)
+
+        def score(batch: TokenBatch) -> tuple[list[int], list[float]]:
+            right = self.model(batch, choices_K=self._choices).choices_NK[:, 0].exp().tolist()
+            return batch.owners_N.tolist(), right
+
+        for rows, found in self.run(score, *(zip(*tokenised) if tokenised else ([],))):
+            for owner, right in zip(*found) if rows else ():
+                scores[rows[owner]].append(right)
         return scores
 
     def _response(self, request: RewardRequest, row: int) -> str:

@@ -218,6 +218,9 @@ class Engine:
     def close(self) -> None:
         """End its processes and delete its folders."""
 
+    def session_closed(self) -> None:
+        self._session = None
+
     def check_idle(self, cure: str = "take all its answers first, or close their stream") -> None:
         """Raise UserError if a session is open."""
         if self._session is not None:

@@ -18,10 +18,6 @@ from trimtab.rollout.episode import Episode
 Finish = Literal["stop", "length", "abort", "context", "turns", "truncated", "failed"]
 
 
-def _no_versions() -> np.ndarray:
-    return np.zeros(0, dtype=np.int32)
-
-
 @dataclass
 class TopLogprobs:
     """The most likely tokens at each position of an answer, the likeliest first."""
@@ -42,7 +38,7 @@ class Trajectory:
     log_probs: np.ndarray
     finish: Finish | None = None  # None: not finished
     plain_log_probs: np.ndarray | None = None  # at temperature 1, if requested
-    versions: np.ndarray = field(default_factory=_no_versions)  # int32, of the weights; every engine gives them
+    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of the weights, from every engine
     drawn: np.ndarray | None = None  # mask of the tokens that the model drew; None: all
     episode: Episode | None = None  # the environment's record, shared by all branches of an episode
     branch: int = 0  # index of this sequence in an episode whose history was rewritten

@@ -152,10 +152,6 @@ class SandboxPool:
             raise reply.error
         return reply.values
 
-    def is_loading(self, session: CallSession) -> bool:
-        """Whether the process of a session has yet to load the user's code."""
-        return session.worker is not None and not session.worker.loaded
-
     def close(self) -> None:
         raise NotImplementedError
 

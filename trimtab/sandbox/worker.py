@@ -163,16 +163,13 @@ class _Conversation:
         now = time.monotonic()
         if self._loop_asked is None:
             self._loop_asked = now
-            self._loop.call_soon_threadsafe(self._loop_answers)
+            self._loop.call_soon_threadsafe(setattr, self, "_loop_asked", None)
         elif now - self._loop_asked > self._seconds:
             task = asyncio.current_task(self._loop)
             name = task.get_name() if task is not None else ""
             place = thread_line(threading.main_thread().ident or 0, self._file)
             words = f"a coroutine held up all others for longer than {self._seconds:g} s{place}"
             self._send("stuck", int(name) if name.isdigit() else None, words)
-
-    def _loop_answers(self) -> None:
-        self._loop_asked = None
 
     def _send(self, kind: str, key: int | None, values: Any) -> None:
         self._outgoing.put(_encoded(kind, key, values))

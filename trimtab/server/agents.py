@@ -71,9 +71,6 @@ class AgentEpisode:
         logs = {**self.logs, **figures, "seconds_environment": self.seconds}
         return Episode(_said(turns), None, self.reward, logs, self.begun, problem)
 
-    def first_sequence(self) -> Trajectory | None:
-        return next(iter(_sequences(list(self.record.turns))), None)
-
 
 def _said(turns: list[RecordedTurn]) -> list[Segment]:
     """Every turn once, in the order of sampling, each in the branch that trains it, with the messages before it."""
@@ -155,14 +152,14 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         if asked:
             queue.step(self.inner, steps)
         for reply in self.engine.replies(0.0):
-            if (agent := self.active.get(reply.episode)) is not None:
-                self._take(agent, reply)
+            if (answered := self.active.get(reply.episode)) is not None:
+                self._take(answered, reply)
         return self.take_finished()
 
     def output_ids(self, request: int) -> list[int]:
         first = next((v for v in self.active.values() if (v.request, v.sample) == (request, 0)), None)
-        sequence = None if first is None else first.first_sequence()
-        return [] if sequence is None else sequence.tokens.tolist()
+        sequences = [] if first is None else _sequences(list(first.record.turns))
+        return sequences[0].tokens.tolist() if sequences else []
 
     def output_lengths(self) -> dict[tuple[int, int], int]:
         return {(agent.request, agent.sample): agent.tokens() for agent in list(self.active.values())}

@@ -210,11 +210,12 @@ class CompletionEndpoints:
         """`param`: the field that holds the prompt; `number`: of the prompt in its request."""
         record = self.sessions.get_or_create(session)
         try:
-            sampling = params.sampling_within(self.policy.max_new_tokens(ids, param))
+            most = self.policy.max_new_tokens(ids, param)
         except InvalidRequest:
             if record is not None:
                 record.refused = "context"
             raise
+        sampling = replace(params.sampling, max_new_tokens=most if params.limit is None else min(params.limit, most))
         seed = None
         if record is not None:
             if record.most_turns is not None and len(record.turns) >= record.most_turns:
@@ -326,7 +327,10 @@ def make_policy_app(
             async def answer(body: dict[str, Any], content: bytes) -> Response:
                 nonlocal counted_elsewhere
                 fields = Fields(body, size=len(content))
-                _check_model(fields, policy.name)
+                asked = fields.text("model")
+                if asked is not None and asked != policy.name:
+                    words = f"the model {asked[:200]!r} is not served here; it is {policy.name!r}"
+                    raise InvalidRequest(words, "model", "model_not_found", status=404)
                 session = session_of(request, fields)
                 if forward is not None and (forwarded or session is not None):
                     counted_elsewhere = True
@@ -412,13 +416,6 @@ def make_policy_app(
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: unknown_path, 405: unknown_path})
     app.state.gate = gate
     return app
-
-
-def _check_model(fields: Fields, name: str) -> None:
-    asked = fields.text("model")
-    if asked is not None and asked != name:
-        words = f"the model {asked[:200]!r} is not served here; it is {name!r}"
-        raise InvalidRequest(words, "model", "model_not_found", status=404)
 
 
 async def _until_disconnect(request: Request, answer: Awaitable[Response]) -> Response:

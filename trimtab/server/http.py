@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
@@ -45,7 +45,6 @@ MOST_CONNECTIONS = 1024
 OTHER_DESCRIPTORS = 64  # what the process has open besides connections
 BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64
-LOG_SECONDS, LOG_LINES = 10.0, 20
 
 
 # ---- errors
@@ -232,7 +231,7 @@ class ServerMetrics:
         return "\n".join(lines) + "\n"
 
 
-# ---- limits on connections, slow clients and logs
+# ---- limits on connections and slow clients
 
 
 def connection_limit(wanted: int | None = None) -> int:
@@ -293,31 +292,6 @@ def protocol_with_limits(connections: int) -> type[asyncio.Protocol]:
     return LimitedHTTPProtocol
 
 
-class LogRateLimit(logging.Filter):
-    """Passes LOG_LINES lines of a logger in LOG_SECONDS, and counts the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._since, self._passed, self._dropped = 0.0, 0, 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        now = time.monotonic()
-        if now - self._since >= LOG_SECONDS:
-            if self._dropped:
-                record.msg, record.args = f"{record.getMessage()} (after {self._dropped} lines left out)", None
-            self._since, self._passed, self._dropped = now, 0, 0
-        self._passed += 1
-        self._dropped += self._passed > LOG_LINES
-        return self._passed <= LOG_LINES
-
-
-def rate_limit_logs(*names: str) -> None:
-    for name in names:
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, LogRateLimit) for known in logger.filters):
-            logger.addFilter(LogRateLimit())
-
-
 # ---- binding, serving, draining
 
 
@@ -376,12 +350,11 @@ def make_server(
     app: Starlette,
     drain_seconds: float = DRAIN_SECONDS,
     *,
-    logs: Sequence[str] = (),
     connections: int | None = None,
     accepted_at_once: int = ACCEPTED_AT_ONCE,
     loop: Literal["auto", "asyncio"] = "auto",
 ) -> DrainingServer:
-    """`app.state.gate` admits its requests; `logs`: loggers to rate-limit; `connections`: at once, if the system grants
+    """`app.state.gate` admits its requests; `connections`: at once, if the system grants
     that many; `accepted_at_once`: of connections that arrive together; `loop`: the event loop."""
     config = uvicorn.Config(
         app,
@@ -394,7 +367,6 @@ def make_server(
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=SECONDS_TO_SEND,
     )
-    rate_limit_logs("uvicorn.error", "asyncio", __name__, *logs)
     return DrainingServer(config, app.state.gate, drain_seconds)
 
 

@@ -41,7 +41,7 @@ from trimtab.sandbox.process import WorkerProcess
 from trimtab.sandbox.worker import begin_worker
 from trimtab.server import ipc
 from trimtab.server.endpoints import make_policy_app
-from trimtab.server.http import DrainingServer, make_server, rate_limit_logs
+from trimtab.server.http import DrainingServer, make_server
 from trimtab.server.ipc import MessageProtocol
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.request_queue import CompletionRequest, PolicyMetrics, QueuedRequest, RequestQueue
@@ -106,7 +106,6 @@ class HTTPWorkers:
         self._delivering = self._signaled = False
         # The app's own gate stays open: a request that a worker accepted before it heard of the drain is answered.
         self._closing = False
-        rate_limit_logs("asyncio", __name__, *settings["logs"])
 
     def run(self, sockets: Sequence[socket.socket]) -> None:
         with self._signal_handlers():
@@ -417,9 +416,7 @@ def run_worker(end: socket.socket, listening: socket.socket, policy: ServedPolic
     app.router.lifespan_context = lifespan
     # Accept one connection at a time, so that connections that arrive together are spread over the workers; uvloop
     # would accept all of them.
-    server = engine.server = make_server(
-        app, settings["drain_seconds"], logs=settings["logs"], accepted_at_once=1, loop="asyncio"
-    )
+    server = engine.server = make_server(app, settings["drain_seconds"], accepted_at_once=1, loop="asyncio")
     server.run(sockets=[listening])
 
 

@@ -76,7 +76,8 @@ class MessageProtocol(asyncio.Protocol):
 
 
 def encode_request(number: int, request: CompletionRequest) -> bytes:
-    settings = _sampling_json(request.sampling)
+    values = [(name, getattr(request.sampling, name)) for name in SAMPLING_FIELDS]
+    settings = json.dumps({name: value for name, value in values if value != getattr(DEFAULT_SAMPLING, name)}).encode()
     seed = 0 if request.seed is None else request.seed
     head = COMPLETION_REQUEST.pack(request.seed is not None, seed, request.number, request.answers, len(settings))
     return encode(COMPLETE, number, head, settings, np.array(request.prompt_ids, dtype=np.int32).tobytes())
@@ -89,12 +90,6 @@ def decode_request(content: memoryview) -> CompletionRequest:
     settings = content[COMPLETION_REQUEST.size : place].tobytes()
     sampling = _cached_sampling(settings) if size <= LONGEST_CACHED else _sampling(settings)
     return CompletionRequest(ids, sampling, answers, None, seed if has_seed else None, number)
-
-
-def _sampling_json(sampling: SamplingParams) -> bytes:
-    """Only the fields that differ from the defaults."""
-    values = [(name, getattr(sampling, name)) for name in SAMPLING_FIELDS]
-    return json.dumps({name: value for name, value in values if value != getattr(DEFAULT_SAMPLING, name)}).encode()
 
 
 def _sampling(settings: bytes) -> SamplingParams:

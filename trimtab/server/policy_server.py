@@ -50,7 +50,6 @@ except ImportError as error:
 INVITED_CONNECTIONS = 2**16  # all episodes of an iteration run at once, each with its own connection
 # The engine's thread gets the interpreter back this soon while responses are written. Python's 5 ms are several steps.
 SWITCH_SECONDS = 0.0002
-LOGS = ["trimtab.server.endpoints", "trimtab.server.request_queue"]
 MOST_HTTP_WORKERS = 8
 
 
@@ -82,7 +81,7 @@ class PolicyServer:
         self._server: DrainingServer | HTTPWorkers
         if processes is None:
             connections = INVITED_CONNECTIONS if invited else None
-            self._server = make_server(app, drain_seconds, logs=LOGS, connections=connections)
+            self._server = make_server(app, drain_seconds, connections=connections)
         else:
             settings = {
                 "name": policy.name,
@@ -94,7 +93,6 @@ class PolicyServer:
                 "max_bytes": max_bytes,
                 "max_waiting": max_waiting,
                 "drain_seconds": drain_seconds,
-                "logs": LOGS,
             }
             self._server = HTTPWorkers(processes, app, self.queue, settings)
         self._engine_thread: EngineThread | None = None

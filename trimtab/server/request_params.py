@@ -140,11 +140,6 @@ class RequestParams:
     stream: bool = False
     stream_usage: bool = False
 
-    def sampling_within(self, room: int) -> SamplingParams:
-        """`room`: tokens that an answer may have behind its prompt."""
-        limit = room if self.limit is None else min(self.limit, room)
-        return dataclasses.replace(self.sampling, max_new_tokens=limit)
-
 
 @dataclass
 class ServerDefaults:

@@ -74,7 +74,7 @@ class ResponseBuilder:
                     }
                 )
         body = self._head("cmpl", "text_completion") | {"choices": choices, "usage": _usage(answers)}
-        return _streamed(body, params, _completion_pieces) if params.stream else _json(body)
+        return _streamed(body, params, lambda choice: [choice]) if params.stream else _json(body)
 
     def generation(self, completion: Completion, params: RequestParams, name: str) -> Response:
         choices = [
@@ -248,7 +248,3 @@ def _chat_pieces(choice: dict[str, Any]) -> list[dict[str, Any]]:
     del middle["message"], middle["stop_reason"]
     ending = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
     return [opening, middle, ending | {"stop_reason": choice["stop_reason"]}]
-
-
-def _completion_pieces(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    return [choice]

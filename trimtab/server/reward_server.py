@@ -269,6 +269,6 @@ def run_reward_server(
     listening = bind(host, port)
     app = make_reward_app(reward, token=token, max_bytes=max_bytes, max_samples=max_samples)
     say(f"serving {reward.name} at {address(listening)}")
-    run_until_signal(make_server(app, drain_seconds, logs=[__name__]), listening)
+    run_until_signal(make_server(app, drain_seconds), listening)
     app.state.batcher.thread.join(SECONDS_TO_SEND)
     return not app.state.batcher.thread.is_alive()

@@ -9,7 +9,7 @@ Between calls the engine keeps the KV cache, the prefix cache and captured graph
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -126,7 +126,7 @@ class BuiltinSession(TokenSession):
         self._scheduler: Scheduler | None = None
         self._prepared = False
         self._address: tuple[int, int, int] | None = None  # of the KV cache that the graphs were checked for
-        self._open = contextlib.ExitStack()
+        self.contexts = contextlib.ExitStack()  # open until the session is closed
 
     # ---- the session as callers see it
 
@@ -213,17 +213,9 @@ class BuiltinSession(TokenSession):
             self._scheduler.close()
             self._scheduler = None
         self._new.clear()
-        self._open.close()
+        self.contexts.close()
 
     # ---- memory
-
-    def enter(self, context: contextlib.AbstractContextManager) -> None:
-        """Enter a context until the session is closed."""
-        self._open.enter_context(context)
-
-    def finally_do(self, work: Callable[[], None]) -> None:
-        """Call this after everything else is closed."""
-        self._open.callback(work)
 
     def _admit_new(self) -> None:
         """Size the KV cache for new requests, and give them to the scheduler."""
@@ -240,7 +232,7 @@ class BuiltinSession(TokenSession):
             memory.prefix_cache.enabled = self.prefix_caching
             self._scheduler = Scheduler(memory.prefix_cache, engine.max_num_seqs)
             self._runner = ModelRunner(engine.policy, cache, engine.fused)
-            self.enter(self._runner)
+            self.contexts.enter_context(self._runner)
             self._prefill = Prefill(self._runner, engine.captured, engine.max_num_batched_tokens)
             self._samplers = SamplerCache(self.vocabulary, self.device)
         self._graphs = engine.captured.decode_graphs(cache, self.sampling, self._longest)
@@ -418,11 +410,11 @@ class BuiltinEngine(Engine):
         self.check_idle()
         session = self._session = BuiltinSession(self, sampling, prefix_caching)
         try:
-            session.finally_do(self._ended)
-            session.enter(self.policy.at_work())
+            session.contexts.callback(self._ended)
+            session.contexts.enter_context(self.policy.at_work())
             self._reset_stale_cache()
             if self._int8 is not None:
-                session.enter(self._int8)
+                session.contexts.enter_context(self._int8)
         except BaseException:
             session.close()
             raise

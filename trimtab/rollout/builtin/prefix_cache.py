@@ -91,10 +91,6 @@ class PrefixHit:
     pages: list[int] = field(default_factory=list)  # full ones
     tail: int | None = None  # a partially filled page, to be copied
 
-    def without_tail(self, size: int) -> "PrefixHit":
-        """Only its full pages, of `size` tokens."""
-        return PrefixHit(len(self.pages) * size, self.pages)
-
 
 class Node:
     """A node of the radix tree: consecutive pages with their tokens, as bytes. Children (`after`) are found by the

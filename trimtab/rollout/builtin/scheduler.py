@@ -169,7 +169,8 @@ class Scheduler:
         admission = self._admit_with(sample, hit)
         if admission is None and hit.tail is not None:
             # There may be enough pages without the one to copy.
-            admission = self._admit_with(sample, self.prefix_cache.lookup(prompt.ids).without_tail(self.pool.size))
+            full = self.prefix_cache.lookup(prompt.ids).pages
+            admission = self._admit_with(sample, PrefixHit(len(full) * self.pool.size, full))
         return admission
 
     def _admit_with(self, sample: SequenceState, hit: PrefixHit) -> ScheduledSequence | None:

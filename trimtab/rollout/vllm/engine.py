@@ -9,7 +9,7 @@ with a temperature alone that is the trainer's, with --top_p, --top_k or a penal
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -155,10 +155,10 @@ class VLLMRequest:
 
 
 class VLLMSession(TokenSession):
-    def __init__(self, engine: "VLLMEngine", sampling: SamplingParams, ended: Callable[[], None]):
+    def __init__(self, engine: "VLLMEngine", sampling: SamplingParams):
         limits = {"vocabulary": engine.vocabulary, "context": engine.context}
         super().__init__(sampling, **limits, owner="engine", tokenizer=engine.tokenizer)
-        self.engine, self._ended = engine, ended
+        self.engine = engine
         self._parameters = VLLMSampling(sampling, engine.vocabulary)  # of requests without their own parameters
         self._running: dict[str, VLLMRequest] = {}
 
@@ -170,7 +170,7 @@ class VLLMSession(TokenSession):
         """vLLM's random stream counts only its own tokens, so every partial rollout gets another seed."""
         parameters = self._parameters if sampling is self.sampling else VLLMSampling(sampling, self.vocabulary)
         for partial in partials:
-            name, own, done = self.engine.name_request(), request_seed(seed, partial.sample), len(partial.ids)
+            name, own, done = next(self.engine.request_names), request_seed(seed, partial.sample), len(partial.ids)
             self.engine.llm.add_request(
                 name,
                 {"prompt_token_ids": prompt_ids + partial.ids},
@@ -216,7 +216,7 @@ class VLLMSession(TokenSession):
         if self._running:
             self.engine.llm.abort_request(list(self._running))
             self._running.clear()
-        self._ended()
+        self.engine.session_closed()
 
     # ---- outputs
 
@@ -315,7 +315,7 @@ class VLLMEngine(Engine):
         self.adapter: Any = None
         self._adapters = AdapterFolder() if settings.adapter_rank else None
         self._asleep = False
-        self._names = map(str, itertools.count())
+        self.request_names = map(str, itertools.count())
         if settings.tensor_parallel == 1:
             join_group_of_one()
         more: dict[str, Any] = {}
@@ -363,14 +363,8 @@ class VLLMEngine(Engine):
     def session(self, sampling: SamplingParams) -> VLLMSession:
         self.check_idle()
         self.wake()
-        session = self._session = VLLMSession(self, sampling, self._ended)
+        session = self._session = VLLMSession(self, sampling)
         return session
-
-    def _ended(self) -> None:
-        self._session = None
-
-    def name_request(self) -> str:
-        return next(self._names)
 
     # ---- weights
 
