@@ -29,7 +29,7 @@ class Table:
 
     def __init__(self, first: Tensor, second: Tensor, rate: float):
         self.parameters = [tensor.clone().requires_grad_() for tensor in (first, second)]
-        self.optimiser = torch.optim.Adam(self.parameters, lr=rate)
+        self.optimizer = torch.optim.Adam(self.parameters, lr=rate)
 
     def sample(self, generator: torch.Generator) -> Tensor:
         first, second = (tensor.detach().softmax(-1) for tensor in self.parameters)
@@ -42,9 +42,9 @@ class Table:
         return torch.stack([first[answers_S2[:, 0]], second[answers_S2[:, 0], answers_S2[:, 1]]], 1).flatten()
 
     def step(self, loss: Tensor) -> None:
-        self.optimiser.zero_grad()
+        self.optimizer.zero_grad()
         loss.backward()
-        self.optimiser.step()
+        self.optimizer.step()
 
     def joint(self) -> Tensor:
         """Log-prob of every answer: [first, second]."""

@@ -30,7 +30,7 @@ def copied(samples: list) -> list:
 
 
 def weights(one: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in one._optimiser.state().items()}
+    return {name: tensor.clone() for name, tensor in one._optimizer.state().items()}
 
 
 def assert_same(first: dict, second: dict, **tolerance) -> None:

@@ -62,7 +62,7 @@ def test_gradients_of_ones_own_loss_are_those_of_autograd_by_hand():
         (sample.weights * torch.from_numpy(sample.advantages) * by_hand(model, sample)).sum() ** 2 for sample in samples
     )
     expected.backward()
-    found = one._optimiser.gradients()
+    found = one._optimizer.gradients()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
     tokens = sum(len(sample.log_probs) for sample in samples)

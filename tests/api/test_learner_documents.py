@@ -13,7 +13,7 @@ from trimtab.embedded import bad_word_task
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
-from trimtab.train.tail.tail_advantages import shape_proposed
+from trimtab.train.tail.tail_advantages import compute_proposal_advantages
 
 PAGE = DOCS / "learner.md"
 
@@ -44,7 +44,7 @@ def test_repulse_has_forty_lines_and_its_numbers_are_those_of_the_tail_job(ran):
 
     def gathering(name, one):
         def step(**how):
-            gathered[name] = {key: grad.clone() for key, grad in one._optimiser.gradients().items()}, how
+            gathered[name] = {key: grad.clone() for key, grad in one._optimizer.gradients().items()}, how
             return before[name][1](**how)
 
         return step
@@ -63,7 +63,7 @@ def test_repulse_has_forty_lines_and_its_numbers_are_those_of_the_tail_job(ran):
         TailOptions(), alpha=ran["ALPHA"], target_dist_beta=ran["BETA"], n_samples_per_prompt=ran["N"],
         token_reduction="token_sum", push_down_scale="per_sample", proposal_loss="ctl",
     )  # fmt: skip
-    _, pushed_N = shape_proposed(experience, options)
+    _, pushed_N = compute_proposal_advantages(experience, options)
     # The proposal: contrastive twist learning.
     found = torch.cat([by_hand(models["proposal"], s) for s in proposed])
     (-experience.advantages_N * found).sum().backward()

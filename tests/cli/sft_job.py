@@ -79,7 +79,7 @@ class Job:
 
         def train_step(run, stop):
             self.run = run
-            self.batches += run.deal_out(run.task.cut(run.task.store, run.order.step_samples(run.counters.step)))
+            self.batches += run.make_batches(run.task.cut(run.task.store, run.order.step_samples(run.counters.step)))
             return plain(run, stop)
 
         monkeypatch.setattr(SupervisedRun, "train_step", train_step)

@@ -9,7 +9,7 @@ from tests.cli.sft_job import conversation, write_model, write_rows
 from trimtab.cli import train_sft
 from trimtab.embedded.sort_task import make_rows, prompt_of, reference_of
 from trimtab.train import metrics
-from trimtab.train.metrics import SteadyLog
+from trimtab.train.metrics import GuardedLogger
 
 KEY = "c0ffee" + "0123456789abcdef" * 2 + "42"
 STEPS = 2
@@ -199,7 +199,7 @@ def test_a_steady_log_says_nothing_more_after_its_failure(capsys):
         def write(self, row):
             raise ValueError("no")
 
-    log = SteadyLog("board", Broken)
+    log = GuardedLogger("board", Broken)
     for _ in range(3):
         log.write({})
     log.close()

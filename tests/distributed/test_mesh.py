@@ -11,7 +11,7 @@ from trimtab.distributed import fsdp as sharding
 from trimtab.distributed.fsdp import shard
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import World, find_world, leave_world
-from trimtab.train.checkpoint_files import TensorParts, write_parts
+from trimtab.train.checkpoint_files import ShardedTensors, write_sharded
 from trimtab.train.optimizer import total_norm
 
 
@@ -119,7 +119,7 @@ def learn_in_some(folder: Path) -> None:
         split = [parameter.grad for parameter in model.parameters()]
         torch.testing.assert_close(torch.cat(found), torch.cat(whole))
         torch.testing.assert_close(total_norm(split), float(torch.cat(whole).norm()), rtol=1e-6, atol=0)
-        write_parts(folder / str(stage), dict(model.named_parameters()), pair, 1)
+        write_sharded(folder / str(stage), dict(model.named_parameters()), pair, 1)
     leave_world()
 
 
@@ -137,5 +137,5 @@ def test_groups_of_different_sizes_learn_beside_each_other(tmp_path):
     assert warm.call_world(learn_in_some, 3, tmp_path) == [0, 0, 0]
     expected = dict(network().named_parameters())
     for stage in (0, 3):
-        parts = TensorParts(tmp_path / str(stage))
+        parts = ShardedTensors(tmp_path / str(stage))
         assert all(torch.equal(parts.whole(name), parameter) for name, parameter in expected.items())

@@ -16,7 +16,7 @@ from trimtab.plan.hardware import NAMED
 from trimtab.plan.layouts import Split
 from trimtab.plan.memory import ProcessMemory
 from trimtab.plan.workload import JobModel, Rows, Work
-from trimtab.train.optimizer import Optimiser
+from trimtab.train.optimizer import Optimizer
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -98,7 +98,7 @@ def test_weights_masters_and_gradient_sums_are_those_of_the_optimiser():
     parts = {part.name: part.size for part in process(said, options).at(64).parts}
     model = real("llama_tied")
     cast_parameters(model, torch.bfloat16)
-    optimiser = Optimiser(model.model, options, 1, learning_rate=1e-3, fused=False)
+    optimiser = Optimizer(model.model, options, 1, learning_rate=1e-3, fused=False)
     model(TokenBatch.of(*Rows(0, 30).examples(60))).log_probs_N.sum().backward()
     gradients = sum(g.nbytes for g in optimiser.accumulated.values())
     optimiser.step(0)

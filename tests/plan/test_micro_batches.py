@@ -16,7 +16,7 @@ from trimtab.config.parse import parse
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World
 from trimtab.plan.micro_batches import is_wanted, with_default_tokens, with_planned_passes
-from trimtab.train.checkpoint_files import unsealed
+from trimtab.train.checkpoint_files import unseal_state
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.trainer import PolicyTrainer
 
@@ -122,7 +122,7 @@ def test_a_run_that_was_begun_by_samples_goes_on_by_samples(place, capsys):
     shutil.rmtree(checkpoints / "global_step2")
     (checkpoints / "latest").write_text("global_step1")
     # As versions before passes by tokens have left it.
-    state = unsealed((checkpoints / "global_step1/state.json").read_text(), 1)
+    state = unseal_state((checkpoints / "global_step1/state.json").read_text(), 1)
     assert state["manifest"].pop("passes") == {"samples": 8}
     (checkpoints / "global_step1/state.json").write_text(json.dumps(state))
     capsys.readouterr()

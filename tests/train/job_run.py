@@ -82,11 +82,11 @@ def step_gradient(run: SupervisedRun) -> tuple[dict[str, torch.Tensor], dict]:
     gradients = {}
 
     def keep(step, finite):
-        for name, master in run.optimiser.masters.items():
-            gradients[name] = run.optimiser._gradient(name, master).clone()
+        for name, master in run.optimizer.masters.items():
+            gradients[name] = run.optimizer._gradient(name, master).clone()
         return StepReport(0.0, True)
 
-    run.optimiser.step = keep
+    run.optimizer.step = keep
     row = run.train_step(NoStop())
     return gradients, row
 

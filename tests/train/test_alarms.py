@@ -8,14 +8,14 @@ import pytest
 
 from tests.train.sft_run import write_task
 from trimtab.cli.main import main
-from trimtab.train.alarms import Watch
+from trimtab.train.alarms import MetricAlarms
 
 NAN = float("nan")
 
 
 def seen(*rows: dict) -> list[str]:
     """Every alarm of the rows, each kind once by its first words."""
-    watch, found = Watch(), {}
+    watch, found = MetricAlarms(), {}
     for step, row in enumerate(rows, start=1):
         for told in watch.see({"step": step, **row}):
             found.setdefault(" ".join(told.split()[:4]), told)
@@ -108,7 +108,7 @@ def test_a_healthy_run_has_no_alarm_and_a_resumed_one_tells_what_the_whole_one_t
     rows = train(tmp_path, "--learning_rate 3e-3 --max_epochs 2")
     assert rows and not any("alarms" in row for row in rows)
     diverged = losses([0.1] + [5.0] * 9)
-    whole, resumed = Watch(), Watch()
+    whole, resumed = MetricAlarms(), MetricAlarms()
     expected = [whole.see({"step": step, **row}) for step, row in enumerate(diverged, 1)]
     for step, row in enumerate(json.loads(json.dumps(diverged[:6])), 1):
         resumed.see({"step": step, **row})

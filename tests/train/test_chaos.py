@@ -1,6 +1,6 @@
 """Kills and signals, at every file operation and at random ones, over all jobs, alone and as two processes.
 
-What comes out after going on is the run that nobody disturbed: metrics, weights and optimiser, bit for bit, in a folder
+What comes out after going on is the run that nobody disturbed: metrics, weights and optimizer, bit for bit, in a folder
 without leftovers. Where a failure is drawn at random, its seed is in the test's name and in what it prints.
 """
 

@@ -7,8 +7,8 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.train import checkpoint
-from trimtab.train.checkpoint import Checkpoints, reading
-from trimtab.train.checkpoint_files import TensorParts, write_parts
+from trimtab.train.checkpoint import Checkpoints, reading_checkpoint
+from trimtab.train.checkpoint_files import ShardedTensors, write_sharded
 
 
 def tensors(value=0.0, size=1000):
@@ -16,7 +16,7 @@ def tensors(value=0.0, size=1000):
 
 
 def writing(step, value=0.0):
-    return lambda folder: write_parts(folder, tensors(value), Mesh(), step)
+    return lambda folder: write_sharded(folder, tensors(value), Mesh(), step)
 
 
 def state(step):
@@ -29,8 +29,8 @@ def save(store, step, value=0.0, **more):
 
 def read(store):
     path, _ = store.load()
-    with reading(path):
-        return TensorParts(path)
+    with reading_checkpoint(path):
+        return ShardedTensors(path)
 
 
 def make(folder, keep=3, keep_gib=1e8):
@@ -129,8 +129,8 @@ def test_a_missing_part_is_noticed(tmp_path):
     (folder / "tensors.safetensors").rename(folder / "tensors-00000-of-00002.safetensors")
     with pytest.raises(UserError, match=r"tensors\.safetensors is missing"):
         store.load()
-    with pytest.raises(UserError, match="1 of 2 parts"), reading(folder):
-        TensorParts(folder)
+    with pytest.raises(UserError, match="1 of 2 parts"), reading_checkpoint(folder):
+        ShardedTensors(folder)
 
 
 def test_only_exports_are_pruned_too(tmp_path):

@@ -16,7 +16,7 @@ from tests import warm
 from tests.train.every_loop import LOOPS, model, newest_two, step, store, words
 from tests.train.rl.test_resume import at
 from trimtab.errors import UserError
-from trimtab.train.checkpoint_files import checksum, sealed, unsealed
+from trimtab.train.checkpoint_files import checksum, seal_state, unseal_state
 from trimtab.train.metrics import read_rows
 from trimtab.train.tail.tail_run import TailRun
 
@@ -172,9 +172,9 @@ def test_parts_of_another_step_are_noticed_even_with_checksums_of_their_own(fini
     shutil.copytree(finished("sft") / "checkpoints", place)
     newest, before = newest_two(place)
     tensors_of_another_step(newest)
-    state = unsealed((newest / "state.json").read_text(), step(newest))
+    state = unseal_state((newest / "state.json").read_text(), step(newest))
     parts = {"tensors.safetensors": checksum(tensors_of(newest))}
-    (newest / "state.json").write_text(sealed(state, step(newest), parts))
+    (newest / "state.json").write_text(seal_state(state, step(newest), parts))
     assert store(place).load()[0] == before
     assert f"its tensors are of step {step(before)}" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.train.every_loop import LOOPS, model, newest_two, words
-from trimtab.train.optimizer import Optimiser, StepReport
+from trimtab.train.optimizer import Optimizer, StepReport
 from trimtab.train.rl.trainer import Trainer
 from trimtab.train.supervised import SupervisedRun
 
@@ -76,13 +76,13 @@ def nan_losses(bad):
 
 def infinite_moment(at, prefix="exp_avg_sq/"):
     """After the update of this number one of the optimiser's numbers is infinite."""
-    plain = Optimiser.step
+    plain = Optimizer.step
 
-    def stepped(optimiser, step, **how) -> StepReport:
-        report = plain(optimiser, step, **how)
+    def stepped(optimizer, step, **how) -> StepReport:
+        report = plain(optimizer, step, **how)
         if step == at:
             with torch.no_grad():
-                next(t for n, t in optimiser.state().items() if n.startswith(prefix)).view(-1)[0] = torch.inf
+                next(t for n, t in optimizer.state().items() if n.startswith(prefix)).view(-1)[0] = torch.inf
         return report
 
-    Optimiser.step = stepped
+    Optimizer.step = stepped

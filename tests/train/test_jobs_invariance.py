@@ -25,7 +25,7 @@ def assert_same_figures(first: dict, second: dict) -> None:
 
 def step_batches(run) -> list[TokenBatch]:
     """The micro-batches of the first step."""
-    return run.deal_out(run.task.cut(run.task.store, run.order.step_samples(0)))
+    return run.make_batches(run.task.cut(run.task.store, run.order.step_samples(0)))
 
 
 @pytest.mark.short(6)

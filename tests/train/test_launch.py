@@ -9,7 +9,7 @@ from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
-from trimtab.train.launch import check_share
+from trimtab.train.launch import check_processes
 from trimtab.train.rl.checks import check_shares
 from trimtab.train.rl.launch import Controller
 from trimtab.train.supervised import without_evaluation
@@ -19,9 +19,9 @@ QUANTISED = {"load_in_4bit": True, "bf16": True, "lora_rank": 8}
 
 @pytest.mark.parametrize("job_class", [SFTOptions, PPOOptions])
 def test_four_bit_weights_are_refused_in_a_world_of_several_processes(job_class):
-    check_share(job_class(**QUANTISED), 1)
+    check_processes(job_class(**QUANTISED), 1)
     with pytest.raises(UserError, match="4-bit weights cannot be split"):
-        check_share(job_class(**QUANTISED), 2)
+        check_processes(job_class(**QUANTISED), 2)
 
 
 def test_rl_asks_before_anything_is_loaded():

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout of processes is read by any other: weights and optimiser exactly, and the run goes on as
+"""A checkpoint of any layout of processes is read by any other: weights and optimizer exactly, and the run goes on as
 if nothing had happened. Within a layout a run that was killed and resumed is the one that was not, bit for bit."""
 
 import json
@@ -11,7 +11,7 @@ import torch
 from tests import warm
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_rows, make_tokenizer
-from trimtab.train.checkpoint_files import TensorParts
+from trimtab.train.checkpoint_files import ShardedTensors
 from trimtab.train.metrics import CLOCK_FIELDS, read_rows
 
 LAYOUTS = {
@@ -85,14 +85,14 @@ def stopped_in_the_middle(run, out):
 
 def write_what_was_read(place):
     """Before the first step."""
-    from trimtab.train.checkpoint_files import write_parts
+    from trimtab.train.checkpoint_files import write_sharded
     from trimtab.train.supervised import SupervisedRun
 
     plain = SupervisedRun.resume
 
     def resume(self):
         assert plain(self)
-        write_parts(place, self.optimiser.state(), self.mesh, self.counters.step)
+        write_sharded(place, self.optimizer.state(), self.mesh, self.counters.step)
         return True
 
     SupervisedRun.resume = resume
@@ -104,7 +104,7 @@ def resumed(folder, run, out, layout, *more):
     prepare = dict.fromkeys(range(size), partial(write_what_was_read, out / "read"))
     words = arguments(folder, out, layout, "--load_checkpoint", *more)
     assert set(warm.run_world(words, size, prepare=prepare, log=out / "log")) == {0}
-    written, read = TensorParts(run / "ck" / f"global_step{SAVED}"), TensorParts(out / "read")
+    written, read = ShardedTensors(run / "ck" / f"global_step{SAVED}"), ShardedTensors(out / "read")
     assert sorted(written.names()) == sorted(read.names())
     for name in written.names():
         assert torch.equal(written.whole(name), read.whole(name)), name

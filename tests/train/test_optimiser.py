@@ -7,8 +7,8 @@ from torch import nn
 from tests import warm
 from trimtab.config.groups import SCHEDULERS
 from trimtab.distributed.mesh import Mesh
-from trimtab.train.checkpoint_files import TensorParts, write_parts
-from trimtab.train.optimizer import Optimiser, total_norm
+from trimtab.train.checkpoint_files import ShardedTensors, write_sharded
+from trimtab.train.optimizer import Optimizer, total_norm
 
 
 def settings(**changes):
@@ -20,7 +20,7 @@ def settings(**changes):
 
 
 def make(net, options, steps, *, fused):
-    return Optimiser(net, options, steps, learning_rate=options.learning_rate, fused=fused)
+    return Optimizer(net, options, steps, learning_rate=options.learning_rate, fused=fused)
 
 
 def network(dtype=torch.float32):
@@ -39,7 +39,7 @@ def backward(net, seed, scale=1.0):
 
 def test_equals_torch_adamw_with_clipping_and_undecayed_vectors():
     ours, theirs = network(), network()
-    optimiser = make(ours, settings(), 10, fused=False)
+    optimizer = make(ours, settings(), 10, fused=False)
     matrices = [p for p in theirs.parameters() if p.ndim >= 2]
     vectors = [p for p in theirs.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -50,58 +50,58 @@ def test_equals_torch_adamw_with_clipping_and_undecayed_vectors():
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         reference.step()
         reference.zero_grad()
-        assert optimiser.step(step).applied
+        assert optimizer.step(step).applied
     torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
 
 
 def test_adams_epsilon_is_the_one_that_was_asked_for():
     net = network()
     before = net[0].weight.detach().clone()
-    optimiser = make(net, settings(l2=0.0, max_norm=0.0, adam_eps=0.5), 10, fused=False)
+    optimizer = make(net, settings(l2=0.0, max_norm=0.0, adam_eps=0.5), 10, fused=False)
     backward(net, 0)
     gradient = net[0].weight.grad.clone()
-    optimiser.step(0)
+    optimizer.step(0)
     # In the first step both corrected averages are the gradient and its square.
     torch.testing.assert_close(net[0].weight, before - 1e-2 * gradient / (gradient.abs() + 0.5))
 
 
 def test_small_updates_survive_in_the_fp32_masters_of_bf16_weights():
     net = network(torch.bfloat16)
-    optimiser = make(net, settings(learning_rate=1e-6, l2=0.0), 1000, fused=False)
-    start = {n: m.clone() for n, m in optimiser.masters.items()}
+    optimizer = make(net, settings(learning_rate=1e-6, l2=0.0), 1000, fused=False)
+    start = {n: m.clone() for n, m in optimizer.masters.items()}
     for step in range(50):
         backward(net, step)
-        optimiser.step(step)
-    moved = (optimiser.masters["0.weight"] - start["0.weight"]).abs().mean()
+        optimizer.step(step)
+    moved = (optimizer.masters["0.weight"] - start["0.weight"]).abs().mean()
     assert moved > 1e-5, "fifty steps of 1e-6 add up"
-    for name, master in optimiser.masters.items():
-        assert torch.equal(optimiser.working[name], master.bfloat16())
+    for name, master in optimizer.masters.items():
+        assert torch.equal(optimizer.working[name], master.bfloat16())
 
 
 def test_gradients_of_bf16_weights_add_up_in_fp32():
     net = network(torch.bfloat16)
-    optimiser = make(net, settings(), 10, fused=False)
+    optimizer = make(net, settings(), 10, fused=False)
     expected = torch.zeros(8, 4)
     for step in range(32):
         single = network(torch.bfloat16)
         backward(single, step)
         expected += single[0].weight.grad.float()
         backward(net, step)
-    torch.testing.assert_close(optimiser.accumulated["0.weight"], expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(optimizer.accumulated["0.weight"], expected, atol=1e-6, rtol=1e-6)
     assert net[0].weight.grad is None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_moves_nothing(bad):
     net = network()
-    optimiser = make(net, settings(), 10, fused=False)
+    optimizer = make(net, settings(), 10, fused=False)
     backward(net, 0)
-    optimiser.step(0)
-    before = {k: v.clone() for k, v in optimiser.state().items()}
+    optimizer.step(0)
+    before = {k: v.clone() for k, v in optimizer.state().items()}
     backward(net, 1)
     net[0].bias.grad[0] = bad
-    assert not optimiser.step(1).applied
-    after = optimiser.state()
+    assert not optimizer.step(1).applied
+    after = optimizer.state()
     assert all(torch.equal(before[k], after[k]) for k in before)
     assert all(p.grad is None for p in net.parameters())
 
@@ -114,31 +114,31 @@ def test_restored_state_continues_bit_for_bit(tmp_path, dtype, fused):
     for step in range(3):
         backward(straight, step)
         first.step(step)
-    write_parts(tmp_path, first.state(), Mesh(), 1)
+    write_sharded(tmp_path, first.state(), Mesh(), 1)
     second = make(resumed, settings(), 10, fused=fused)
-    second.restore(TensorParts(tmp_path))
+    second.restore(ShardedTensors(tmp_path))
     for step in range(3, 6):
-        for net, optimiser in ((straight, first), (resumed, second)):
+        for net, optimizer in ((straight, first), (resumed, second)):
             backward(net, step)
-            optimiser.step(step)
+            optimizer.step(step)
     for a, b in zip(straight.parameters(), resumed.parameters()):
         assert torch.equal(a, b)
 
 
 def test_schedule_warms_up_then_falls_to_its_floor():
-    optimiser = make(network(), settings(lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.1), 100, fused=False)
-    assert optimiser.rate(0) == pytest.approx(1e-3) and optimiser.rate(4) == pytest.approx(5e-3)
-    assert optimiser.rate(9) == optimiser.rate(10) == pytest.approx(1e-2)
-    assert optimiser.rate(55) == pytest.approx(5.5e-3), "halfway between peak and floor"
-    assert optimiser.rate(100) == pytest.approx(1e-3)
+    optimizer = make(network(), settings(lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.1), 100, fused=False)
+    assert optimizer.rate(0) == pytest.approx(1e-3) and optimizer.rate(4) == pytest.approx(5e-3)
+    assert optimizer.rate(9) == optimizer.rate(10) == pytest.approx(1e-2)
+    assert optimizer.rate(55) == pytest.approx(5.5e-3), "halfway between peak and floor"
+    assert optimizer.rate(100) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_step_of_every_schedule_and_length_has_a_rate(name):
     for ratio in (0.0, 0.03, 0.5, 1.0):
         for steps in (1, 2, 3, 10, 33, 34, 100):
-            optimiser = make(network(), settings(lr_scheduler=name, lr_warmup_ratio=ratio), steps, fused=False)
-            rates = [optimiser.rate(step) for step in range(steps)]
+            optimizer = make(network(), settings(lr_scheduler=name, lr_warmup_ratio=ratio), steps, fused=False)
+            rates = [optimizer.rate(step) for step in range(steps)]
             assert all(rate > 0 for rate in rates), (ratio, steps)
             assert max(rates) == pytest.approx(1e-2)
             if name == "constant" or steps * ratio < 1:
@@ -170,16 +170,16 @@ def test_sleeping_between_steps_changes_nothing(dtype):
     results = []
     for sleeps in (False, True):
         net = network(dtype)
-        optimiser = make(net, settings(), 4, fused=True)
+        optimizer = make(net, settings(), 4, fused=True)
         for step in range(3):
             backward(net, step)
-            optimiser.step(step)
+            optimizer.step(step)
             if sleeps:
-                optimiser.sleep()
-                away = {id(tensor) for tensor, _ in optimiser._away}
-                moments = [v for state in optimiser.adam.state.values() for v in state.values() if v.ndim]
+                optimizer.sleep()
+                away = {id(tensor) for tensor, _ in optimizer._away}
+                moments = [v for state in optimizer.adam.state.values() for v in state.values() if v.ndim]
                 assert away >= {id(tensor) for tensor in moments}
                 assert {id(p) for p in net.parameters()}.isdisjoint(away)
-                optimiser.wake()
+                optimizer.wake()
         results.append([p.detach().clone() for p in net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results))

@@ -16,7 +16,7 @@ from trimtab.cli.main import main
 from trimtab.distributed.device import is_out_of_memory
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.train.metrics import read_rows
-from trimtab.train.micro_batch_limit import PassLimit, memory_guard, until_it_fits
+from trimtab.train.micro_batch_limit import MicroBatchLimit, memory_guard, retry_smaller
 
 STEP = "--train_batch_size 8 --micro_train_batch_size 8 --max_epochs 1 --learning_rate 1e-3"
 
@@ -54,7 +54,7 @@ def test_a_step_begun_anew_in_smaller_passes_has_the_same_gradient(tmp_path, mon
     assert fitted and row["micro_batches"] > whole_row["micro_batches"]
     assert row["loss"] == pytest.approx(whole_row["loss"], rel=1e-6)
     assert row["grad_norm"] == pytest.approx(whole_row["grad_norm"], rel=1e-5)
-    moved = [{n: m.detach().clone() for n, m in run.optimiser.masters.items()} for run in (whole, cut)]
+    moved = [{n: m.detach().clone() for n, m in run.optimizer.masters.items()} for run in (whole, cut)]
     assert relative_difference(*moved) < 1e-5
 
 
@@ -98,7 +98,7 @@ def test_evaluation_is_cut_smaller_too(tmp_path, monkeypatch):
     whole = run.evaluate()
     with_room_for(60, monkeypatch)
     assert run.evaluate() == pytest.approx(whole, rel=1e-5)
-    assert run.task.pass_limit.samples < 8
+    assert run.task.micro_batch_limit.samples < 8
 
 
 def short_of_room(tokens: int) -> None:
@@ -158,11 +158,11 @@ def test_until_it_fits_tells_why_and_tries_again():
             raise problem
         return "done"
 
-    assert until_it_fits(attempt, told.append) == "done" and told == ["one", "two"]
+    assert retry_smaller(attempt, told.append) == "done" and told == ["one", "two"]
 
 
 def test_a_limit_halves_the_largest_pass_until_single_samples():
-    limit = PassLimit()
+    limit = MicroBatchLimit()
     assert limit.halve([(10, 1), (7, 2)], by_tokens=True) and limit.tokens == 3
     assert not limit.halve([(10, 1), (3, 1), (4, 1)], by_tokens=True)
     assert limit.of_tokens(100) == 3 and limit.of_samples(8) == 8 and limit.columns() == {"pass_tokens": 3}

@@ -7,7 +7,7 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.train.checkpoint import Checkpoints, restored_policy
-from trimtab.train.checkpoint_files import write_parts
+from trimtab.train.checkpoint_files import write_sharded
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def trained_checkpoint(folder, step, model, role=""):
     weights = {f"weight/{name}": p for name, p in model.named_parameters()}
     state = {"counters": {"step": step}, "manifest": {}, "random": []}
     store = Checkpoints(folder, keep=3, keep_gib=1e8)
-    store.save(step, lambda place: write_parts(place / role, weights, Mesh(), step), state)
+    store.save(step, lambda place: write_sharded(place / role, weights, Mesh(), step), state)
 
 
 def weights(policy):

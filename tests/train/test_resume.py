@@ -1,4 +1,4 @@
-"""A run that was killed and resumed is the run that was not: weights, optimiser and metrics, bit for bit."""
+"""A run that was killed and resumed is the run that was not: weights, optimizer and metrics, bit for bit."""
 
 import json
 import os

@@ -42,13 +42,13 @@ def test_a_second_run_in_the_same_folder_is_refused_and_told_of_the_first(tasks,
 def wait_before_the_end():
     import time
 
-    from trimtab.train.run_directory import RunFolder
+    from trimtab.train.run_directory import RunDirectory
 
     def wait(folder):
         (folder.path / "waiting").touch()
         time.sleep(60)
 
-    RunFolder.finish = wait
+    RunDirectory.finish = wait
 
 
 def test_two_runs_may_have_folders_beside_each_other_but_not_one_for_checkpoints(tasks, tmp_path):

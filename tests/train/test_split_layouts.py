@@ -63,9 +63,9 @@ def folder(tmp_path_factory):
 def watched(place: Path, *, descent: bool) -> None:
     """Write down the gradients of the first step and the weights before and after; `descent`: in place of Adam."""
     from trimtab.distributed.fsdp import whole
-    from trimtab.train.optimizer import Optimiser
+    from trimtab.train.optimizer import Optimizer
 
-    begin, plain = Optimiser.__init__, Optimiser.step
+    begin, plain = Optimizer.__init__, Optimizer.step
 
     def start(self, *given, **more):
         begin(self, *given, **more)
@@ -81,7 +81,7 @@ def watched(place: Path, *, descent: bool) -> None:
         write(place / LAST, {name: whole(master.detach()) for name, master in self.masters.items()})
         return report
 
-    Optimiser.__init__, Optimiser.step = start, step
+    Optimizer.__init__, Optimizer.step = start, step
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:

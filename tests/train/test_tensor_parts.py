@@ -10,7 +10,7 @@ from tests import warm
 from trimtab.distributed.fsdp import Block
 from trimtab.distributed.mesh import Mesh
 from trimtab.train import checkpoint_files as tensor_parts
-from trimtab.train.checkpoint_files import TensorParts, write_file, write_parts
+from trimtab.train.checkpoint_files import ShardedTensors, write_file, write_sharded
 
 SHAPE = (7, 6)
 WHOLE = torch.arange(42.0).reshape(SHAPE)
@@ -48,7 +48,7 @@ def write(folder, blocks, shape=SHAPE):
 
 @pytest.mark.parametrize(("written", "wanted"), [*itertools.product(GRIDS, GRIDS)])
 def test_any_split_reads_what_any_split_wrote(tmp_path, monkeypatch, written, wanted):
-    parts = TensorParts(write(tmp_path, blocks_of_grid(*GRIDS[written])))
+    parts = ShardedTensors(write(tmp_path, blocks_of_grid(*GRIDS[written])))
     assert torch.equal(parts.whole("a"), WHOLE) and parts.step == 1
     for block in blocks_of_grid(*GRIDS[wanted]):
         part = torch.full(block.lengths, -1.0)
@@ -70,12 +70,12 @@ def test_any_split_reads_what_any_split_wrote(tmp_path, monkeypatch, written, wa
 )
 def test_blocks_that_are_missing_or_there_twice_are_refused(tmp_path, blocks, said):
     with pytest.raises(ValueError, match=said):
-        TensorParts(write(tmp_path, blocks))
+        ShardedTensors(write(tmp_path, blocks))
 
 
 def test_a_block_outside_of_its_tensor_is_refused(tmp_path):
     with pytest.raises(ValueError, match="overlap or lie outside"):
-        TensorParts(write(tmp_path, blocks_of_grid([0, 7], [0, 3, 6]), shape=(3, 14)))
+        ShardedTensors(write(tmp_path, blocks_of_grid([0, 7], [0, 3, 6]), shape=(3, 14)))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_block_outside_of_its_tensor_is_refused(tmp_path):
 def test_a_note_that_is_not_of_the_part_beside_it_is_refused(tmp_path, block):
     write_file(tmp_path / "tensors.safetensors", {"a": WHOLE}, {"a": [block]}, {"a": [7, 6]}, step=1)
     with pytest.raises(ValueError, match="its parts of a are not those that it names"):
-        TensorParts(tmp_path)
+        ShardedTensors(tmp_path)
 
 
 def test_stripes_of_one_part_go_where_they_belong(tmp_path):
@@ -95,13 +95,13 @@ def test_stripes_of_one_part_go_where_they_belong(tmp_path):
         blocks = [Block((first, 0), (count, 6), (place, 0)) for (first, count), place in zip(rows, (0, 2))]
         path = tmp_path / f"tensors-{rank:05d}-of-00002.safetensors"
         write_file(path, {"a": part}, {"a": blocks}, {"a": [7, 6]}, step=1)
-    assert torch.equal(TensorParts(tmp_path).whole("a"), WHOLE)
+    assert torch.equal(ShardedTensors(tmp_path).whole("a"), WHOLE)
 
 
 def test_numbers_without_dimensions_and_tensors_without_numbers_are_kept(tmp_path):
     tensors = {"step": torch.tensor(3.0), "none": torch.zeros(0, 4), "a": WHOLE}
-    write_parts(tmp_path, tensors, Mesh(), 1)
-    parts = TensorParts(tmp_path)
+    write_sharded(tmp_path, tensors, Mesh(), 1)
+    parts = ShardedTensors(tmp_path)
     assert parts.names() == sorted(tensors) and "b" not in parts
     for name, tensor in tensors.items():
         again = torch.full_like(tensor, -1.0)
@@ -133,9 +133,9 @@ def write_and_read_in_two(folder: Path) -> None:
     for how, placements in layouts.items():
         names = {"even": even} if how == "stripes" else {"even": even, "tall": tall, "wide": wide}
         tensors = {name: distribute_tensor(tensor, torch_mesh, placements) for name, tensor in names.items()}
-        write_parts(folder / how, tensors | {"plain": tall.clone()}, mesh, 1)
+        write_sharded(folder / how, tensors | {"plain": tall.clone()}, mesh, 1)
         mesh.all.wait()
-        parts = TensorParts(folder / how)
+        parts = ShardedTensors(folder / how)
         for name, tensor in names.items():
             assert torch.equal(parts.whole(name), tensor), (how, name)
             for then in layouts.values():
@@ -150,7 +150,7 @@ def write_and_read_in_two(folder: Path) -> None:
 def test_two_processes_read_each_others_rows_columns_copies_and_stripes(tmp_path):
     assert warm.call_world(write_and_read_in_two, 2, tmp_path) == [0, 0]
     for how in ("rows", "columns", "copies", "stripes"):
-        parts = TensorParts(tmp_path / how)
+        parts = ShardedTensors(tmp_path / how)
         assert torch.equal(parts.whole("even"), torch.arange(96.0).reshape(8, 12))
         assert parts.whole("plain").shape == (3, 1)
 
@@ -178,9 +178,9 @@ def write_and_read_in_four(folder: Path) -> None:
 
     layouts = [(Replicate(), Shard(0)), (Shard(1), Shard(0)), (Shard(0), Shard(0)), None]
     for number, placements in enumerate(layouts):
-        write_parts(folder / str(number), {"a": split(tensor, placements)}, mesh, 1)
+        write_sharded(folder / str(number), {"a": split(tensor, placements)}, mesh, 1)
         mesh.all.wait()
-        parts = TensorParts(folder / str(number))
+        parts = ShardedTensors(folder / str(number))
         for then in layouts:
             again = split(torch.full_like(tensor, -1.0), then)
             parts.read_into("a", again)
@@ -191,7 +191,7 @@ def write_and_read_in_four(folder: Path) -> None:
 def test_four_processes_read_blocks_of_any_two_dimensions(tmp_path):
     assert warm.call_world(write_and_read_in_four, 4, tmp_path) == [0, 0, 0, 0]
     for folder in tmp_path.iterdir():
-        assert torch.equal(TensorParts(folder).whole("a"), torch.arange(101.0 * 6).reshape(101, 6))
+        assert torch.equal(ShardedTensors(folder).whole("a"), torch.arange(101.0 * 6).reshape(101, 6))
 
 
 def blocks_in_a_pretended_process(rows: int, shards: int, rank: int) -> None:

@@ -26,7 +26,7 @@ from trimtab.models.load import Loaded, given_policy, load_policy
 from trimtab.models.policy import Policy
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.running.speaking import say
-from trimtab.train.optimizer import Optimiser
+from trimtab.train.optimizer import Optimizer
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Built:
     name: str
     loaded: Loaded
     policy: Policy
-    optimiser: Optimiser
+    optimizer: Optimizer
     tokenizer: Any
     device: Device
 
@@ -87,7 +87,7 @@ def build(model: Any, tokenizer: Any, options: LearnerOptions) -> Built:
         print(line)
     policy = loaded.model
     assert isinstance(policy, Policy)
-    optimiser = Optimiser(
+    optimizer = Optimizer(
         policy.model,
         options,
         learning_rate=options.learning_rate,
@@ -95,7 +95,7 @@ def build(model: Any, tokenizer: Any, options: LearnerOptions) -> Built:
         gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
         offload=options.adam_offload,
     )
-    return Built(options, name, loaded, policy, optimiser, tokenizer, device)
+    return Built(options, name, loaded, policy, optimizer, tokenizer, device)
 
 
 def _checked(model: Any, options: LearnerOptions) -> str:

@@ -88,11 +88,11 @@ class Learner:
         self.options, self.tokenizer, self.device = built.options, built.tokenizer, built.device
         self.name, self.learning_rate = built.name, built.options.learning_rate
         self.version = 0
-        self._policy, self._optimiser, self._own_tokenizer = built.policy, built.optimiser, own_tokenizer
+        self._policy, self._optimizer, self._own_tokenizer = built.policy, built.optimizer, own_tokenizer
         self._loaded = built.loaded
         self._reference = Reference(built.options, built.loaded, built.device, reference)
         self._prompts = Prompts(built.tokenizer)
-        self._passes = Passes(built.policy, built.optimiser, built.device, built.options.pass_tokens)
+        self._passes = Passes(built.policy, built.optimizer, built.device, built.options.pass_tokens)
         self._stream = RandomStream(built.options.seed)
         self._turns = Turns()
         self._engine: Engine | None = None
@@ -223,7 +223,7 @@ class Learner:
             try:
                 sums = self._passes.learn(rows, found, picked, temperature, together=together, gathered=before.begun)
             except BaseException:
-                self._optimiser.clear_gradients()
+                self._optimizer.clear_gradients()
                 raise
             finite = before.finite and math.isfinite(sums["loss"])
             self._gathered = Gathered(True, before.tokens + tokens, before.answers + answers, finite)
@@ -247,7 +247,7 @@ class Learner:
         divisor = self._gathered.divisor(per)
         with self._turns.call():
             self._reference.before_update()
-            report = self._optimiser.apply(float(rate), divisor=divisor, finite=self._gathered.finite)
+            report = self._optimizer.apply(float(rate), divisor=divisor, finite=self._gathered.finite)
             self._gathered = Gathered()
             if report.applied:
                 self.version += 1
@@ -266,7 +266,7 @@ class Learner:
     # ---- on disk, and to others
 
     def save(self, folder: str | Path) -> None:
-        """Everything needed to go on exactly: `Learner.load(folder)` has the same weights, optimiser, gathered
+        """Everything needed to go on exactly: `Learner.load(folder)` has the same weights, optimizer, gathered
         gradients and random numbers. What an earlier save left in the folder is replaced."""
         with self._turns.call():
             state = {
@@ -282,7 +282,7 @@ class Learner:
             }
             model = self._reference.kept or self._policy if self.options.pretrain is None else None
             tokenizer = self.tokenizer if self._own_tokenizer else None
-            saving.write(Path(folder).expanduser(), self._optimiser, state, model, tokenizer)
+            saving.write(Path(folder).expanduser(), self._optimizer, state, model, tokenizer)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Learner":
@@ -300,7 +300,7 @@ class Learner:
         learner._begin(built, state["reference"], own_tokenizer=tokenizer is not None)
         learner.name, learner.learning_rate = state["name"], state["learning_rate"]
         learner._reference.before_update()
-        saving.restore(folder, built.optimiser)
+        saving.restore(folder, built.optimizer)
         learner.version, learner._draws = state["counters"]["step"], state["counters"]["draws"]
         learner._gathered = Gathered(**state["gathered"])
         learner._stream.restore(state["random"])

@@ -16,8 +16,8 @@ from trimtab.errors import RunFailed, UserError
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.plan.workload import TOKENS_ON_CPU, scoring_tokens
-from trimtab.train.micro_batch_limit import PassLimit, Result, memory_guard, taking_back, until_it_fits
-from trimtab.train.optimizer import Optimiser
+from trimtab.train.micro_batch_limit import MicroBatchLimit, Result, memory_guard, retry_smaller, undo_step
+from trimtab.train.optimizer import Optimizer
 from trimtab.train.rl.micro_batches import cost, make_slice, micro_batches, packed
 from trimtab.train.update import Share, accumulate
 
@@ -42,10 +42,10 @@ class Gathered:
 
 
 class Passes:
-    def __init__(self, policy: Policy, optimiser: Optimiser, device: Device, tokens: int | None):
-        self.policy, self.optimiser, self.device = policy, optimiser, device
+    def __init__(self, policy: Policy, optimizer: Optimizer, device: Device, tokens: int | None):
+        self.policy, self.optimizer, self.device = policy, optimizer, device
         self.tokens = tokens or (8192 if device.is_accelerator else TOKENS_ON_CPU)
-        self.limit = PassLimit()
+        self.limit = MicroBatchLimit()
 
     def score(self, rows: Rows, temperature: float, model: Policy) -> list[np.ndarray]:
         """Log-probs of the trained tokens of every sample, without gradients."""
@@ -69,7 +69,7 @@ class Passes:
         """Gradients of the loss are added to what was gathered before, if anything was; the sums of its figures."""
 
         def attempt() -> dict[str, float]:
-            with memory_guard(taking_back(self.optimiser)):
+            with memory_guard(undo_step(self.optimizer)):
                 cut = self._cut(rows, self.tokens, together)
                 samples = ([data[i] for i in part] for part in cut)
                 batches = (batch for _, batch in self._batches(rows, cut))
@@ -134,4 +134,4 @@ class Passes:
                     f"passes have at most {self.limit} from now on: begin the step anew"
                 )
 
-        return until_it_fits(attempt, shrink)
+        return retry_smaller(attempt, shrink)

@@ -17,29 +17,37 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.files import replacing, writing
 from trimtab.models.policy import Policy
-from trimtab.train.checkpoint_files import PARTS, TensorParts, damage, sealed, take_sums, unsealed, write_parts
-from trimtab.train.optimizer import Optimiser
+from trimtab.train.checkpoint_files import (
+    PARTS,
+    ShardedTensors,
+    collect_checksums,
+    find_damage,
+    seal_state,
+    unseal_state,
+    write_sharded,
+)
+from trimtab.train.optimizer import Optimizer
 
 STATE, MODEL, TOKENIZER = "state.json", "model", "tokenizer"
 GRADIENT = "gradient/"
 
 
-def write(folder: Path, optimiser: Optimiser, state: dict[str, Any], model: Any, tokenizer: Any) -> None:
+def write(folder: Path, optimizer: Optimizer, state: dict[str, Any], model: Any, tokenizer: Any) -> None:
     """`model`: what weights it began with, if they lie nowhere else; `tokenizer`: likewise."""
     is_other = folder.exists() and not (folder / STATE).is_file()
     if is_other and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"save: {folder} is there and holds something else; give another folder")
-    tensors = optimiser.state()
-    tensors |= {f"{GRADIENT}{name}": gradient for name, gradient in optimiser.gradients().items()}
+    tensors = optimizer.state()
+    tensors |= {f"{GRADIENT}{name}": gradient for name, gradient in optimizer.gradients().items()}
     step = state["counters"]["step"]
     with writing(f"save: cannot write {folder}"), replacing(folder) as beside:
-        write_parts(beside, tensors, Mesh(), step)
-        parts = take_sums(beside)
+        write_sharded(beside, tensors, Mesh(), step)
+        parts = collect_checksums(beside)
         if model is not None:
             _write_model(model, beside / MODEL)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside / TOKENIZER)
-        (beside / STATE).write_text(sealed(state | {"manifest": {"trimtab": trimtab.__version__}}, step, parts))
+        (beside / STATE).write_text(seal_state(state | {"manifest": {"trimtab": trimtab.__version__}}, step, parts))
 
 
 def _write_model(policy: Policy, folder: Path) -> None:
@@ -57,8 +65,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise UserError(f"load: {folder} holds no saved Learner ({STATE} is not there)")
     try:
         text = (folder / STATE).read_text()
-        state = unsealed(text, _step(text))
-        broken = damage(folder, state[PARTS].items())
+        state = unseal_state(text, _step(text))
+        broken = find_damage(folder, state[PARTS].items())
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(f"load: {folder} cannot be read: {error}") from error
     if broken:
@@ -87,14 +95,14 @@ def read_given(folder: Path, state: dict[str, Any]) -> tuple[Any, Any, dict[str,
     return model, tokenizer, options | {name: tuple(options[name]) for name in options if type(options[name]) is list}
 
 
-def restore(folder: Path, optimiser: Optimiser) -> None:
-    saved = TensorParts(folder)
+def restore(folder: Path, optimizer: Optimizer) -> None:
+    saved = ShardedTensors(folder)
     try:
-        optimiser.restore(saved)
+        optimizer.restore(saved)
     except ValueError as error:
         raise UserError(f"load: {folder} does not fit the model: {error}") from error
     found = [name for name in saved.names() if name.startswith(GRADIENT)]
-    optimiser.restore_gradients({name.removeprefix(GRADIENT): saved.whole(name) for name in found})
+    optimizer.restore_gradients({name.removeprefix(GRADIENT): saved.whole(name) for name in found})
 
 
 def plain_options(options: LearnerOptions) -> dict[str, Any]:

@@ -34,7 +34,7 @@ Job = TypeVar("Job", bound=CallOptions)
 def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = None) -> Path:
     """Run the job, and return its folder."""
     from trimtab.rewards.functions import register_functions
-    from trimtab.train.metrics import heard_by
+    from trimtab.train.metrics import row_listener
 
     if on_iteration is not None and not callable(on_iteration):
         raise UserError(f"on_iteration takes a function, not {type(on_iteration).__name__}")
@@ -51,7 +51,7 @@ def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = 
             without_keys(options),
             trusting_code(options),
             register_functions(arguments.functions),
-            heard_by(on_iteration),
+            row_listener(on_iteration),
         ):
             if options.dry_run:
                 _rehearse(options, arguments.given)
@@ -73,10 +73,10 @@ def _rehearse(options: TrainedOptions, given: Given) -> None:
 
 def _start(options: TrainedOptions, values: Mapping[str, Any], given: Given) -> None:
     from trimtab.running.training import start_training
-    from trimtab.train.run_directory import make_way
+    from trimtab.train.run_directory import set_aside_finished_run
 
     if given:
-        make_way(options, print)  # which the run itself does later, with what is in the folder by then
+        set_aside_finished_run(options, print)  # which the run itself does later, with what is in the folder by then
         with (
             writing(f"--save_path {options.save_path}: cannot write there"),
             locked("save_path", Path(options.save_path)),

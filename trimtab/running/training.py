@@ -18,7 +18,7 @@ from trimtab.distributed.supervision import LAUNCHER_SOCKET, Hear, is_lost_conne
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.running.leaving import show_what_is_left
 from trimtab.running.preparing import launches_others, on_a_cluster
-from trimtab.train.alarms import last_checkpoint, mark_of_newest
+from trimtab.train.alarms import last_checkpoint_line, newest_checkpoint_mark
 
 
 def start_training(options: TrainedOptions, module: str, words: Sequence[str], hear: Hear | None = None) -> int:
@@ -28,7 +28,7 @@ def start_training(options: TrainedOptions, module: str, words: Sequence[str], h
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("--ray starts the processes of a run by itself: leave the launcher out, or --ray")
     elif launches_others(options):
-        before = mark_of_newest(options)
+        before = newest_checkpoint_mark(options)
         go_on = partial(_where_to_go_on, options, before)
         return launch_processes(module, words, options.nproc, options.hang_timeout, hear, go_on)
     watch(options.hang_timeout)
@@ -42,7 +42,7 @@ def rehearse_training(options: TrainedOptions) -> list[str]:
 
 def _train(options: TrainedOptions) -> None:
     trainer = _trainer(options)
-    before = mark_of_newest(options)
+    before = newest_checkpoint_mark(options)
     try:
         getattr(trainer, f"train_{options.trainer}")(options)
     except KeyboardInterrupt:
@@ -69,7 +69,7 @@ def _where_to_go_on(options: CheckpointOptions, before: tuple[str, int] | None) 
     """For a run that could write no checkpoint for its end: the one that there is."""
     from trimtab.train.checkpoint import newest_of_run
 
-    return last_checkpoint(newest_of_run(options, before))
+    return last_checkpoint_line(newest_of_run(options, before))
 
 
 def _trainer(options: TrainedOptions) -> ModuleType:

@@ -26,8 +26,16 @@ from trimtab.files import UNFINISHED, flush, move, new_temporary_folder, reason,
 from trimtab.models.folder import merging
 from trimtab.models.load import load_frozen_policy
 from trimtab.models.policy import Policy
-from trimtab.train.alarms import LATEST, Mark, mark_of_newest
-from trimtab.train.checkpoint_files import PARTS, PATTERN, TensorParts, damage, sealed, take_sums, unsealed
+from trimtab.train.alarms import LATEST, Mark, newest_checkpoint_mark
+from trimtab.train.checkpoint_files import (
+    PARTS,
+    PATTERN,
+    ShardedTensors,
+    collect_checksums,
+    find_damage,
+    seal_state,
+    unseal_state,
+)
 
 PREFIX = "global_step"
 STATE, OLD = "state.json", ".old-"
@@ -136,10 +144,10 @@ class Checkpoints:
         beside.mkdir()
 
     def _publish(self, beside: Path, final: Path, step: int, state: dict, exported: Path) -> None:
-        parts = take_sums(beside)
+        parts = collect_checksums(beside)
         for folder in {(beside / name).parent for name in parts}:
-            TensorParts(folder)  # of processes that see another disk here, no part would be found
-        (beside / STATE).write_text(sealed(state, step, parts))
+            ShardedTensors(folder)  # of processes that see another disk here, no part would be found
+        (beside / STATE).write_text(seal_state(state, step, parts))
         flush(beside)
         if exported.exists():  # before the checkpoint: a run that goes on from that will not write it again
             remove(place := final.with_name(f"{final.name}_hf"))
@@ -182,7 +190,7 @@ class Checkpoints:
         """Of the newest checkpoint, before it is loaded and verified; None where `load` finds none, or refuses."""
         with suppress(OSError, ValueError, UserError):
             if (path := self.latest()) is not None:
-                return unsealed((path / STATE).read_text(), _step(path))["manifest"]
+                return unseal_state((path / STATE).read_text(), _step(path))["manifest"]
         return None
 
     def _candidates(self) -> list[Path]:
@@ -203,12 +211,12 @@ class Checkpoints:
         """A checkpoint's state, and what is wrong with it. The processes read its files between them."""
         state, problem = {}, None
         try:
-            state = unsealed((path / STATE).read_text(), _step(path))
+            state = unseal_state((path / STATE).read_text(), _step(path))
             parts = sorted(state.get(PARTS, {}).items())
-            problem = damage(path, parts[self.world.rank :: self.world.size])
+            problem = find_damage(path, parts[self.world.rank :: self.world.size])
             if problem is None and self.world.leads:
                 for folder in sorted({(path / name).parent for name, _ in parts}):
-                    if (found := TensorParts(folder).step) != state["step"]:
+                    if (found := ShardedTensors(folder).step) != state["step"]:
                         problem = f"its tensors are of step {found}"
         except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
             problem = f"{path.name}/{STATE} is missing" if isinstance(error, FileNotFoundError) else reason(error)
@@ -272,13 +280,13 @@ class Checkpoints:
 
 def newest_of_run(options: CheckpointOptions, before: Mark | None) -> Path | None:
     """The newest that a run has written; what was the newest `before` it is its own only if it went on from there."""
-    if mark_of_newest(options) == before and not options.load_checkpoint:
+    if newest_checkpoint_mark(options) == before and not options.load_checkpoint:
         return None
     return Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).latest()
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading_checkpoint(path: Path) -> Iterator[None]:
     """A damaged checkpoint inside becomes one line."""
     try:
         yield
@@ -306,7 +314,7 @@ def _size(folder: Path) -> int:
 # ---- a policy as training left it
 
 
-WEIGHT = "weight/"  # what the optimiser puts before the name of a parameter
+WEIGHT = "weight/"  # what the optimizer puts before the name of a parameter
 
 
 def restored_policy(pretrain: str, checkpoint: str | None, options: LoadOptions, device: Device) -> Policy:
@@ -337,8 +345,8 @@ def _tensors_of(folder: Path) -> Path:
 
 
 def _fill(policy: Policy, folder: Path) -> None:
-    with reading(folder):
-        parts = TensorParts(folder)
+    with reading_checkpoint(folder):
+        parts = ShardedTensors(folder)
         parameters = dict(policy.model.named_parameters())
         stored = {name.removeprefix(WEIGHT) for name in parts.names() if name.startswith(WEIGHT)}
         if stored != parameters.keys():

@@ -43,11 +43,11 @@ def checksum(path: Path) -> dict[str, Any]:
     return {"bytes": size, "sums": f"{zlib.crc32(content[whole:], zlib.crc32(sums.tobytes())):08x}"}
 
 
-def write_sum(path: Path) -> None:
+def write_checksum(path: Path) -> None:
     path.with_name(path.name + SUM).write_text(json.dumps(checksum(path)))
 
 
-def take_sums(folder: Path) -> dict[str, dict]:
+def collect_checksums(folder: Path) -> dict[str, dict]:
     """The checksums that processes left beside the files they wrote, by the files' place in the folder."""
     sums = {}
     for path in sorted(folder.rglob(f"*{SUM}")):
@@ -56,13 +56,13 @@ def take_sums(folder: Path) -> dict[str, dict]:
     return sums
 
 
-def sealed(state: dict, step: int, parts: dict[str, dict]) -> str:
+def seal_state(state: dict, step: int, parts: dict[str, dict]) -> str:
     """A checkpoint's state as text that tells whether it was changed."""
     state = {**state, STEP: step, PARTS: parts}
     return json.dumps({SEAL: _digest(state), **state})
 
 
-def unsealed(text: str, step: int) -> dict:
+def unseal_state(text: str, step: int) -> dict:
     """The state of the checkpoint of `step`; ValueError where it is not what was written."""
     state = json.loads(text)
     if not isinstance(state, dict):
@@ -78,7 +78,7 @@ def unsealed(text: str, step: int) -> dict:
     return state
 
 
-def damage(folder: Path, parts: Iterable[tuple[str, dict]]) -> str | None:
+def find_damage(folder: Path, parts: Iterable[tuple[str, dict]]) -> str | None:
     """What is wrong with the first of these files that is not what was written."""
     for name, expected in parts:
         path = folder / name
@@ -101,7 +101,7 @@ def _digest(state: dict) -> str:
 PATTERN = "tensors*.safetensors"
 
 
-def write_parts(folder: Path, tensors: dict[str, Tensor], mesh: Mesh, step: int) -> None:
+def write_sharded(folder: Path, tensors: dict[str, Tensor], mesh: Mesh, step: int) -> None:
     """Write what this process holds (what all hold alike, the first process writes), and flush it to disk."""
     held = {
         name: tensor
@@ -119,7 +119,7 @@ def write_parts(folder: Path, tensors: dict[str, Tensor], mesh: Mesh, step: int)
         step,
     )
     flush(path)
-    write_sum(path)
+    write_checksum(path)
 
 
 def write_file(
@@ -140,7 +140,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return True
 
 
-class TensorParts:
+class ShardedTensors:
     """All parts in a folder, read when asked for. ValueError: they are not all there, or of different steps."""
 
     def __init__(self, folder: Path):
@@ -217,7 +217,7 @@ def _blocks_in(file: Any, notes: dict[str, str]) -> Iterator[tuple[str, list[Blo
         yield name, blocks or [stored]
 
 
-class HeldParts:
+class HostTensors:
     """The parts of one process, kept in its main memory; for a model that will be split as it was."""
 
     def __init__(self, tensors: dict[str, Tensor]):

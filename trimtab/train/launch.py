@@ -48,7 +48,7 @@ def saved_passes(options: TrainedModelOptions, world: World) -> dict[str, int] |
     return world.gather(found)[0]
 
 
-def of_few_rows(options: Job) -> Job:
+def with_few_rows(options: Job) -> Job:
     """The same job on the first rows of its data."""
     few: dict[str, Any] = {
         "max_samples": min(options.max_samples, REHEARSED_ROWS),
@@ -74,14 +74,14 @@ def load_job_tokenizer(options: TrainedModelOptions) -> PreTrainedTokenizerBase:
     )
 
 
-def check_share(options: TrainedModelOptions, processes: int, *, learns: bool = True) -> None:
+def check_processes(options: TrainedModelOptions, processes: int, *, learns: bool = True) -> None:
     """Whether so many processes can hold a model. Launchers start processes without telling the options."""
     if options.load_in_4bit and processes > 1:
         raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
     options.mesh_sizes(processes, learns=learns)
 
 
-def notes(options: TrainedModelOptions, device: Device) -> list[str]:
+def device_notes(options: TrainedModelOptions, device: Device) -> list[str]:
     notes = []
     if options.bf16 and not device.has_fast_bf16():
         notes.append("note: this CPU has no fast bfloat16; fp32 (without --bf16) is about twice as fast here")
@@ -144,7 +144,7 @@ def _can_be_cut(model: PackedModel, parts: int) -> bool:
     return True
 
 
-def usable_rows(report: DataReport, most: int, kept: int) -> tuple[int, bool]:
+def estimate_samples(report: DataReport, most: int, kept: int) -> tuple[int, bool]:
     """How many samples the whole data give, going by the share of the rehearsed rows that can be used; and whether
     that is only about right."""
     rows = min(report.in_files, most)

@@ -14,7 +14,7 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.models.compile import AtWork, Gradients, compile_layers, compile_problem, disable_compile, require_compiler
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
-from trimtab.train.optimizer import Optimiser
+from trimtab.train.optimizer import Optimizer
 from trimtab.train.task import Task
 
 COMPILATION = 15.0
@@ -27,7 +27,7 @@ OF_SCORING = 0.35
 
 
 @dataclass(frozen=True)
-class Settled:
+class CompileResult:
     """What became of the layers of one model."""
 
     compiled: bool
@@ -41,7 +41,7 @@ class Settled:
         return f"layers of the {name} are compiled, in {self.seconds:.0f} s" if self.compiled else None
 
 
-def told(settled: Sequence[Settled], name: str) -> dict[str, Any]:
+def compile_report(settled: Sequence[CompileResult], name: str) -> dict[str, Any]:
     """Of the models of a role, in plain values."""
     return {
         "compiled": any(found.compiled for found in settled),
@@ -50,7 +50,7 @@ def told(settled: Sequence[Settled], name: str) -> dict[str, Any]:
     }
 
 
-class Compiling:
+class SupervisedCompilation:
     """The models of a supervised run. `decided`: by name, whether their layers are compiled; None: not yet."""
 
     def __init__(self, options: TrainedModelOptions, device: Device, mesh: Mesh):
@@ -58,14 +58,14 @@ class Compiling:
         self.decided: dict[str, bool] | None = None
         self._seconds = 0.0
 
-    def settle(self, model: PackedModel, optimiser: Optimiser, task: Task) -> dict[str, bool]:
+    def settle(self, model: PackedModel, optimizer: Optimizer, task: Task) -> dict[str, bool]:
         """Before the first step, also of a resumed run."""
         tokens = float(task.lengths(task.store).mean()) * self.options.train_batch_size * task.order().steps
         # With LoRA the model is its own reference.
         scores: list[AtWork] = [scorer.at_work for scorer in task.scorers.values() if scorer.model is model]
         if task.evaluation_samples or task.scores_model:
             scores.append(contextlib.nullcontext)
-        found = {"model": self._settle("model", model, scores, tokens, optimiser.take_gradients)}
+        found = {"model": self._settle("model", model, scores, tokens, optimizer.take_gradients)}
         for name, scorer in task.scorers.items():
             if scorer.model is not model:
                 found[name] = self._settle(name, scorer.model, [scorer.at_work], tokens)
@@ -76,7 +76,7 @@ class Compiling:
         self, name: str, root: PackedModel, scores: list[AtWork], tokens: float, gradients: Gradients | None = None
     ) -> bool:
         learnt, scored = (tokens, tokens * len(scores)) if gradients else (0.0, tokens)
-        settled = settle_layers(
+        settled = compile_if_worthwhile(
             self.options,
             root,
             self.device,
@@ -98,12 +98,12 @@ class Compiling:
             return False
         roots = [model, *(scorer.model for scorer in task.scorers.values())]
         problems = [problem for root in roots if (problem := compile_problem(root))]
-        if (problem := agreed(self.mesh, problems[0] if problems else "")) == "":
+        if (problem := first_problem(self.mesh, problems[0] if problems else "")) == "":
             return False
         for root in roots:
             disable_compile(root)
         self.decided = dict.fromkeys(self.decided, False)
-        self.mesh.world.say(given_up(problem))
+        self.mesh.world.say(gave_up_line(problem))
         return True
 
     def columns(self) -> dict[str, float]:
@@ -112,7 +112,7 @@ class Compiling:
         return {"seconds_compile": seconds} if seconds else {}
 
 
-def settle_layers(
+def compile_if_worthwhile(
     options: TrainedModelOptions,
     root: PackedModel,
     device: Device,
@@ -123,7 +123,7 @@ def settle_layers(
     decided: bool | None = None,
     scores: Sequence[AtWork],
     gradients: Gradients | None = None,
-) -> Settled:
+) -> CompileResult:
     """Compile the layers of a model, if that is to be. Every process that holds a part of the model must ask.
 
     `learnt`, `scored`: tokens over the whole run; `decided`: what the run did that this one goes on from; `scores`: how
@@ -131,28 +131,28 @@ def settle_layers(
     """
     hindrance = "--compile off" if options.compile == "off" else options.not_compiled
     if decided and hindrance is not None:
-        return Settled(False, f"resumed with {hindrance}, not bit for bit the uninterrupted run")
+        return CompileResult(False, f"resumed with {hindrance}, not bit for bit the uninterrupted run")
     if decided is False and options.compile == "on":
-        return Settled(False, "the run began, or went on, with plain ones")
+        return CompileResult(False, "the run began, or went on, with plain ones")
     if not (is_worth_it(options, root, device, learnt, scored) if decided is None else decided):
-        return Settled(False)
+        return CompileResult(False)
     trial = compile_layers(
         root,
         scores=scores,
         gradients=gradients,
         router=gradients is not None and options.aux_loss_coef > 0,
     )
-    if problem := agreed(mesh, trial.problem):
+    if problem := first_problem(mesh, trial.problem):
         disable_compile(root)
-    return Settled(not problem, problem, trial.seconds)
+    return CompileResult(not problem, problem, trial.seconds)
 
 
-def agreed(mesh: Mesh, problem: str) -> str:
+def first_problem(mesh: Mesh, problem: str) -> str:
     """A problem of any process is one of all."""
     return next((found for found in mesh.all.gather(problem) if found), "")
 
 
-def given_up(problem: str) -> str:
+def gave_up_line(problem: str) -> str:
     return f"compiled layers are given up from this step on: {problem}"
 
 

@@ -22,7 +22,7 @@ from trimtab.data.hub import PROBE_SECONDS, answered
 from trimtab.errors import UserError
 from trimtab.files import move, replacing, writing
 from trimtab.progress import RunProgress
-from trimtab.train.alarms import Watch
+from trimtab.train.alarms import MetricAlarms
 from trimtab.train.run_directory import SpaceWatch
 
 # What two equal runs may differ in.
@@ -238,7 +238,7 @@ def _facts(answer: dict) -> dict[str, Any]:
 AnyLog = TensorBoardLog | WandbLog | TrackioLog
 
 
-class SteadyLog:
+class GuardedLogger:
     """Another reader of the rows. Its failure is told once; training goes on and metrics.jsonl has it all."""
 
     def __init__(self, name: str, make: Callable[[], AnyLog]):
@@ -277,18 +277,18 @@ def _curves(row: dict) -> dict[str, float]:
     }
 
 
-def open_logs(options: LoggingOptions, config: dict, folder: Path, earlier: Sequence[dict] = ()) -> list[SteadyLog]:
+def open_logs(options: LoggingOptions, config: dict, folder: Path, earlier: Sequence[dict] = ()) -> list[GuardedLogger]:
     """`earlier`: the rows of a resumed run up to where it goes on."""
     logs = []
     if options.use_wandb:
-        logs.append(SteadyLog("wandb", lambda: WandbLog(options, config, folder)))
+        logs.append(GuardedLogger("wandb", lambda: WandbLog(options, config, folder)))
     name = options.wandb_run_name or "run"
     if board := options.use_tensorboard:
-        logs.append(SteadyLog("TensorBoard", lambda: TensorBoardLog(Path(board) / name)))
+        logs.append(GuardedLogger("TensorBoard", lambda: TensorBoardLog(Path(board) / name)))
     if visual := options.use_visualdl:
-        logs.append(SteadyLog("VisualDL", lambda: VisualDLLog(Path(visual) / name, earlier)))
+        logs.append(GuardedLogger("VisualDL", lambda: VisualDLLog(Path(visual) / name, earlier)))
     if options.use_trackio:
-        logs.append(SteadyLog("trackio", lambda: TrackioLog(options, config, earlier)))
+        logs.append(GuardedLogger("trackio", lambda: TrackioLog(options, config, earlier)))
     return logs
 
 
@@ -301,7 +301,7 @@ _listener: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("lis
 
 
 @contextlib.contextmanager
-def heard_by(listener: Listener | None) -> Iterator[None]:
+def row_listener(listener: Listener | None) -> Iterator[None]:
     """Inside, runs of this process tell it every row."""
     before = _listener.set(listener)
     try:
@@ -310,7 +310,7 @@ def heard_by(listener: Listener | None) -> Iterator[None]:
         _listener.reset(before)
 
 
-def tell(row: dict[str, Any]) -> None:
+def notify_listener(row: dict[str, Any]) -> None:
     """What the listener raises is its author's, and passes through."""
     if (listener := _listener.get()) is not None:
         listener(dict(row))
@@ -340,7 +340,7 @@ class RunLog:
         are kept; `shown`: what the progress bar tells of a row."""
         self.total, self.every = total, max(1, options.logging_steps)
         self._shown = shown or supervised_figures
-        self._watch, self._told = Watch(), set[str]()
+        self._watch, self._told = MetricAlarms(), set[str]()
         self._cannot_write = f"--save_path {folder}: cannot write there"
         with writing(self._cannot_write):
             self._metrics = MetricsFile(folder / "metrics.jsonl", resume_from=start if resumed else None)
@@ -366,7 +366,7 @@ class RunLog:
                 self._told.add(kind)
                 self._progress.say(f"step {row['step']}: {alarm}")
         self._tell_of_space()
-        tell(written)
+        notify_listener(written)
 
     def show(self, answers: list[dict]) -> None:
         """Answers of the step whose row comes next, for loggers that have a place for them."""

@@ -1,11 +1,11 @@
-"""When a pass does not fit into memory: begin the step anew in smaller passes.
+"""When a micro-batch does not fit into memory: begin the step again in smaller ones.
 
-How a step is cut into passes changes nothing but rounding, so a run that meets a step too large for the device goes on
-with smaller ones. What it learnt about its device is a `PassLimit`, which lies in its checkpoints: a resumed run cuts
-its steps as the run before it did.
+How a step is cut into micro-batches changes nothing but rounding, so a run that meets a step too large for the device
+continues with smaller ones. What it has learnt about its device is a `MicroBatchLimit`, which lies in its checkpoints:
+a resumed run cuts its steps as the run before it did.
 
-In several processes, one that runs out of memory leaves the others in the middle of a collective. All call it off, keep
-their own parts of what was learnt in main memory, build their split models again and go on.
+In several processes, one that runs out of memory leaves the others in the middle of a collective. All abort it, keep
+their parts of what was learnt in main memory, build their split models again and continue.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,23 +17,23 @@ from trimtab.distributed.device import is_out_of_memory
 from trimtab.distributed.process_group import abort_collectives, abort_reason
 from trimtab.distributed.random_state import random_state, restore_random_state
 from trimtab.errors import OutOfMemory, RunFailed
-from trimtab.train.optimizer import Optimiser
+from trimtab.train.optimizer import Optimizer
 
 Result = TypeVar("Result")
 
 FLAGS = "--gradient_checkpointing, --bf16, --lora_rank or --adam_offload needs less memory"
 
 
-class BeginAnew(Exception):
+class RebuildModels(Exception):
     """Several processes have found their passes too large: what they made together must be made again."""
 
 
-class NoRoom(RunFailed):
+class InsufficientMemory(RunFailed):
     """Memory is short where no smaller pass would help. What the run holds is whole and can be saved."""
 
 
 @dataclass
-class PassLimit:
+class MicroBatchLimit:
     """The most that one pass may hold; None: what the options say."""
 
     tokens: int | None = None
@@ -65,7 +65,7 @@ class PassLimit:
         return {f"pass_{name}": value for name, value in vars(self).items() if value is not None}
 
 
-def until_it_fits(attempt: Callable[[], Result], shrink: Callable[[str], None]) -> Result:
+def retry_smaller(attempt: Callable[[], Result], shrink: Callable[[str], None]) -> Result:
     """What `attempt` gives; each time it runs out of memory, `shrink` is told why and it is made again."""
     while True:
         try:
@@ -75,12 +75,12 @@ def until_it_fits(attempt: Callable[[], Result], shrink: Callable[[str], None]) 
         shrink(why)  # outside, where nothing holds the attempt's tensors any more
 
 
-def taking_back(optimiser: Optimiser) -> Callable[[], None]:
+def undo_step(optimizer: Optimizer) -> Callable[[], None]:
     """What undoes a step from here on: forget its gradients and its random numbers."""
     random_before = random_state()
 
     def undo() -> None:
-        optimiser.clear_gradients()
+        optimizer.clear_gradients()
         restore_random_state(random_before)
 
     return undo

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from trimtab.config.groups import UpdateOptions
 from trimtab.distributed.fsdp import accumulate_in, local, sum_over_parts
-from trimtab.train.checkpoint_files import HeldParts, TensorParts
+from trimtab.train.checkpoint_files import HostTensors, ShardedTensors
 
 
 @dataclass
@@ -26,7 +26,7 @@ class StepReport:
     applied: bool  # False: the gradient was not finite and nothing moved
 
 
-class Optimiser:
+class Optimizer:
     def __init__(
         self,
         model: nn.Module,
@@ -155,7 +155,7 @@ class Optimiser:
                 tensors[f"{key}/{name}"] = value
         return tensors
 
-    def restore(self, saved: TensorParts | HeldParts) -> None:
+    def restore(self, saved: ShardedTensors | HostTensors) -> None:
         with torch.no_grad():
             for name, master in self.masters.items():
                 saved.read_into(f"weight/{name}", master)
@@ -243,19 +243,19 @@ def schedule(options: UpdateOptions, total_steps: int, adam: torch.optim.Optimiz
 
 
 class WeightAverage:
-    def __init__(self, optimiser: Optimiser, decay: float):
-        self.optimiser, self.decay = optimiser, decay
-        self.averages = {name: master.detach().clone() for name, master in optimiser.masters.items()}
+    def __init__(self, optimizer: Optimizer, decay: float):
+        self.optimizer, self.decay = optimizer, decay
+        self.averages = {name: master.detach().clone() for name, master in optimizer.masters.items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        for name, master in self.optimiser.masters.items():
+        for name, master in self.optimizer.masters.items():
             self.averages[name].lerp_(master.detach(), 1 - self.decay)
 
     def state(self) -> dict[str, Tensor]:
         return {f"average/{name}": tensor for name, tensor in self.averages.items()}
 
-    def restore(self, saved: TensorParts | HeldParts) -> None:
+    def restore(self, saved: ShardedTensors | HostTensors) -> None:
         for name, tensor in self.averages.items():
             saved.read_into(f"average/{name}", tensor)
 
@@ -263,7 +263,7 @@ class WeightAverage:
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
         """Inside, the model's weights are the averages."""
-        working = self.optimiser.working
+        working = self.optimizer.working
         kept = {name: parameter.detach().clone() for name, parameter in working.items()}
         for name, parameter in working.items():
             parameter.copy_(self.averages[name])

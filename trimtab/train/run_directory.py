@@ -89,12 +89,12 @@ MEANING = ("lora_alpha", "proposal", "proposal_lora_rank")
 """Without these the numbers in a checkpoint cannot be read."""
 
 
-def settings(options: TrainedModelOptions) -> dict[str, Any]:
+def learning_settings(options: TrainedModelOptions) -> dict[str, Any]:
     """The options that change what is learnt, as plain values."""
     return {name: value for name, value in to_dict(options).items() if name not in WITHOUT_EFFECT}
 
 
-def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
+def compare_manifests(saved: dict, current: dict, checkpoint: Path) -> list[str]:
     """Refuse what cannot be continued; return a line for each thing that only costs bit-for-bit equality."""
     named = {
         "job": "was written by another job",
@@ -191,7 +191,7 @@ READ = (
 """Options whose places are read; a run must not set aside what it reads."""
 
 
-def make_way(options: CheckpointOptions, say: Callable[[str], None]) -> None:
+def set_aside_finished_run(options: CheckpointOptions, say: Callable[[str], None]) -> None:
     """Set a finished run in the folder aside, or with --overwrite remove what would mix with the new one."""
     folder = Path(os.path.normpath(Path(options.save_path).expanduser()))
     if not is_finished(folder):
@@ -230,7 +230,7 @@ def is_finished(folder: Path) -> bool:
 MODELS = ("critic", "proposal")  # folders of other models inside
 
 
-class RunFolder:
+class RunDirectory:
     def __init__(self, options: TrainedModelOptions, manifest: dict, world: World | None = None):
         self.options, self.manifest = options, manifest
         self.path = Path(options.save_path)
@@ -243,7 +243,7 @@ class RunFolder:
             problem = None
             if self.world.leads:
                 try:
-                    make_way(self.options, self.world.say)
+                    set_aside_finished_run(self.options, self.world.say)
                     for flag, folder in ((flag, Path(place)) for flag, place in self.options.own_folders.items()):
                         with writing(f"--{flag} {folder}: cannot write there"):
                             locks.enter_context(locked(flag, folder))

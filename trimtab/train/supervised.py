@@ -46,35 +46,42 @@ from trimtab.plan.micro_batches import (
     without_tokens,
 )
 from trimtab.plan.workload import Rows, Work
-from trimtab.train.alarms import ended_badly, go_on_from, not_finite
-from trimtab.train.checkpoint import Checkpoints, reading
-from trimtab.train.checkpoint_files import HeldParts, TensorParts, all_finite, write_parts
+from trimtab.train.alarms import diverged_line, not_finite_line, resume_line
+from trimtab.train.checkpoint import Checkpoints, reading_checkpoint
+from trimtab.train.checkpoint_files import HostTensors, ShardedTensors, all_finite, write_sharded
 from trimtab.train.launch import (
     check_output_folders,
-    check_share,
+    check_processes,
+    device_notes,
+    estimate_samples,
     load_job_tokenizer,
     memory_line,
     model_lines,
-    notes,
-    of_few_rows,
     samples_with_masks,
     saved_passes,
-    usable_rows,
+    with_few_rows,
 )
-from trimtab.train.layer_compilation import Compiling
+from trimtab.train.layer_compilation import SupervisedCompilation
 from trimtab.train.metrics import RunLog
-from trimtab.train.micro_batch_limit import FLAGS, BeginAnew, PassLimit, memory_guard, taking_back, until_it_fits
-from trimtab.train.optimizer import Optimiser
+from trimtab.train.micro_batch_limit import (
+    FLAGS,
+    MicroBatchLimit,
+    RebuildModels,
+    memory_guard,
+    retry_smaller,
+    undo_step,
+)
+from trimtab.train.optimizer import Optimizer
 from trimtab.train.preference_tasks import DPOTask, KTOTask
 from trimtab.train.reward_tasks import PRMTask, RMTask
 from trimtab.train.run_directory import (
-    RunFolder,
+    RunDirectory,
     SpaceWatch,
     adam_bytes,
-    compare,
+    compare_manifests,
+    learning_settings,
     make_manifest,
     names_fingerprint,
-    settings,
 )
 from trimtab.train.sft_tasks import KDTask, SFTTask
 from trimtab.train.task import Task
@@ -115,7 +122,7 @@ class SupervisedRun:
         options, task = self.options, self.task
         self.folder = Path(options.save_path)
         self.order = task.order()
-        self.optimiser = Optimiser(
+        self.optimizer = Optimizer(
             self.model.model,
             options,
             self.order.steps,
@@ -124,7 +131,7 @@ class SupervisedRun:
             gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
             offload=options.adam_offload,
         )
-        self.compiling = Compiling(options, self.device, self.mesh)
+        self.compiling = SupervisedCompilation(options, self.device, self.mesh)
         self.checkpoints = Checkpoints(
             Path(options.checkpoint_folder),
             keep=options.max_ckpt_num,
@@ -141,30 +148,30 @@ class SupervisedRun:
             device=self.device.described(),
             path=self.model.path,
             model=options.pretrain,
-            trainable=names_fingerprint(self.optimiser.working),
+            trainable=names_fingerprint(self.optimizer.working),
             parameters=sum(p.numel() for p in self.model.parameters()),
-            trainable_parameters=sum(p.numel() for p in self.optimiser.working.values()),
+            trainable_parameters=sum(p.numel() for p in self.optimizer.working.values()),
             steps=self.order.steps,
-            settings=settings(options),
+            settings=learning_settings(options),
             processes=self.mesh.size,
             layout=self.mesh.sizes,
             zero_stage=options.zero_stage,
             data=task.describe_data(),
             **self.described,
         )
-        self.run_folder = RunFolder(options, self.manifest, self.mesh.world)
+        self.run_directory = RunDirectory(options, self.manifest, self.mesh.world)
 
     # ---- the loop
 
     def train(self, carried: tuple | None = None) -> None:
         """`carried`: what `carry` kept in this process of the same run, before it was begun anew."""
-        with self.run_folder.locked():
+        with self.run_directory.locked():
             resumed = carried is not None or (self.options.load_checkpoint and self.resume())
             if carried is not None:
                 self.take_over(*carried)
-            self.manifest["compiled"] = self.compiling.settle(self.model, self.optimiser, self.task)
+            self.manifest["compiled"] = self.compiling.settle(self.model, self.optimizer, self.task)
             if self.mesh.leads:
-                self.run_folder.describe()
+                self.run_directory.describe()
             log = self.open_log(resumed) if self.mesh.leads else None
             try:
                 with StopRequest() as stop:
@@ -195,11 +202,11 @@ class SupervisedRun:
                 self.task.finish(self.model, self.folder)
                 self.save_model(self.folder)
 
-        self.check_finite(self.optimiser.masters.values())
+        self.check_finite(self.optimizer.masters.values())
         self.cannot_write(self.attempt(write_results))
-        self.run_folder.finish()
+        self.run_directory.finish()
         if self.counters.skipped_in_a_row:
-            raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "steps", self.folder))
+            raise RunFailed(diverged_line(self.counters.skipped_in_a_row, "steps", self.folder))
 
     @staticmethod
     def attempt(write: Callable[[], object]) -> str | None:
@@ -217,7 +224,7 @@ class SupervisedRun:
             raise UserError(f"{told}; {self.checkpoints.rescue(*self.checkpoint())}")
 
     def train_step(self, stop: StopRequest) -> dict:
-        """One optimiser step, its evaluation where one is due, and its row of metrics."""
+        """One optimizer step, its evaluation where one is due, and its row of metrics."""
         if self.pending is None:
             if self.compiling.look(self.model, self.task):
                 self.manifest["compiled"] = self.compiling.decided
@@ -230,15 +237,15 @@ class SupervisedRun:
         return row
 
     def update(self, stop: StopRequest) -> dict:
-        """One optimiser step and what there is to say of it."""
+        """One optimizer step and what there is to say of it."""
         began = time.monotonic()
         step = self.counters.step
         samples = self.order.step_samples(step)
-        figures, totals, passes = until_it_fits(
-            lambda: self.add_up_gradients(samples, stop), lambda why: self.shrink(samples, why)
+        figures, totals, passes = retry_smaller(
+            lambda: self.accumulate_gradients(samples, stop), lambda why: self.shrink(samples, why)
         )
-        learning_rate = self.optimiser.rate(step)
-        report = self.optimiser.step(step, finite=math.isfinite(figures["loss"]))
+        learning_rate = self.optimizer.rate(step)
+        report = self.optimizer.step(step, finite=math.isfinite(figures["loss"]))
         self.counters.count(report.applied)
         row = {
             "step": step + 1,
@@ -251,14 +258,14 @@ class SupervisedRun:
             "tokens": int(totals["tokens"]),
             "trained_tokens": int(totals["trained_tokens"]),
             "skipped_steps": self.counters.skipped_steps,
-            **self.task.pass_limit.columns(),
+            **self.task.micro_batch_limit.columns(),
         }
         seconds = time.monotonic() - began
         return row | self.compiling.columns() | {"seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
 
-    def add_up_gradients(self, samples: list[int], stop: StopRequest) -> tuple[dict[str, float], Totals, int]:
+    def accumulate_gradients(self, samples: list[int], stop: StopRequest) -> tuple[dict[str, float], Totals, int]:
         """Every pass of a step: its figures and counts, over all processes, and the number of passes here."""
-        undo = taking_back(self.optimiser)
+        undo = undo_step(self.optimizer)
 
         def until_stopped() -> Iterator[TokenBatch]:
             for batch in batches:
@@ -268,7 +275,7 @@ class SupervisedRun:
                     self.leave(stop.signal)
 
         with memory_guard(undo):
-            batches = self.deal_out(self.task.cut(self.task.store, samples))
+            batches = self.make_batches(self.task.cut(self.task.store, samples))
             totals = self.totals(batches)
             self.task.prepare(self.model, batches)
             figures = accumulate(
@@ -282,7 +289,7 @@ class SupervisedRun:
 
     def shrink(self, samples: list[int], why: str, *, evaluation: bool = False) -> None:
         """Smaller passes, because these samples' did not fit; where they cannot be smaller, the end of the run."""
-        task, limit = self.task, self.task.pass_limit
+        task, limit = self.task, self.task.micro_batch_limit
         self.device.release_memory()
         reinit_process_group(self.mesh.world)
         store = task.evaluation if evaluation else task.store
@@ -293,7 +300,7 @@ class SupervisedRun:
                 f"out of memory in step {self.counters.step + 1}: begun anew in passes of at most {limit}"
             )
             if self.mesh.size > 1:
-                raise BeginAnew
+                raise RebuildModels
             return
         # In an evaluation the step is counted and its row not written yet: the checkpoint before is the one to use.
         # What several processes held together can be saved in parts, but no longer gathered.
@@ -304,7 +311,7 @@ class SupervisedRun:
             f"lower --max_len; {FLAGS}; {where}"
         )
 
-    def deal_out(self, cut: list[list[int]], *, evaluation: bool = False) -> list[TokenBatch]:
+    def make_batches(self, cut: list[list[int]], *, evaluation: bool = False) -> list[TokenBatch]:
         """This process's micro-batches of a step, as many as every other process has."""
         store = self.task.evaluation if evaluation else self.task.store
         if self.mesh.data_size > 1:
@@ -338,12 +345,12 @@ class SupervisedRun:
         """Every figure of the task over its evaluation set, prepared a step's worth of samples at a time."""
         everything = list(range(self.task.evaluation_samples))
         shrink = partial(self.shrink, everything, evaluation=True)
-        return until_it_fits(lambda: self.figures_of(everything), shrink)
+        return retry_smaller(lambda: self.figures_of(everything), shrink)
 
     def figures_of(self, everything: list[int]) -> dict[str, float]:
         task, size = self.task, self.options.train_batch_size
         cuts = [task.cut(task.evaluation, everything[i : i + size]) for i in range(0, len(everything), size)]
-        groups = [self.deal_out(cut, evaluation=True) for cut in cuts]
+        groups = [self.make_batches(cut, evaluation=True) for cut in cuts]
         totals = self.totals([batch for group in groups for batch in group])
         figures: dict[str, Tensor] = {}
         with memory_guard(), scoring(self.model):
@@ -373,7 +380,7 @@ class SupervisedRun:
     def check_finite(self, tensors: Iterable[Tensor]) -> None:
         """Stop before a model or a checkpoint that nothing can be learnt from is written over a good one."""
         if not all(self.mesh.all.gather(all_finite(tensors))):
-            raise RunFailed(not_finite(f"after step {self.counters.step}", self.checkpoints.latest()))
+            raise RunFailed(not_finite_line(f"after step {self.counters.step}", self.checkpoints.latest()))
 
     # ---- what is on disk
 
@@ -396,16 +403,16 @@ class SupervisedRun:
 
     def checkpoint(self) -> tuple[int, Callable[[Path], None], dict]:
         """Its step, what writes its tensors, and the rest of it."""
-        step, tensors = self.counters.step, self.optimiser.state()
+        step, tensors = self.counters.step, self.optimizer.state()
         self.check_finite(tensors.values())
         state = {
             "counters": vars(self.counters),
-            "pass_limit": vars(self.task.pass_limit),
+            "pass_limit": vars(self.task.micro_batch_limit),
             "compiled": self.compiling.decided,
             "random": self.mesh.gradients.gather(random_state()),  # those that share a layer's work draw alike
             "manifest": self.manifest,
         }
-        return step, lambda folder: write_parts(folder, tensors, self.mesh, step), state
+        return step, lambda folder: write_sharded(folder, tensors, self.mesh, step), state
 
     def save(self, *, export: bool = True) -> Path | None:
         """`export`: with --save_hf_ckpt the model too."""
@@ -424,12 +431,12 @@ class SupervisedRun:
             self.mesh.world.say(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning")
             return False
         path, state = loaded
-        for line in compare(state["manifest"], self.manifest, path):
+        for line in compare_manifests(state["manifest"], self.manifest, path):
             self.mesh.world.say(f"warning: {line}")
-        with reading(path):
-            self.optimiser.restore(TensorParts(path))
+        with reading_checkpoint(path):
+            self.optimizer.restore(ShardedTensors(path))
             self.counters = Counters(**state["counters"])
-            self.task.pass_limit = PassLimit(**state["pass_limit"])
+            self.task.micro_batch_limit = MicroBatchLimit(**state["pass_limit"])
             self.compiling.decided = state["compiled"]
             self.go_on_drawing(state["random"])
         self.mesh.world.say(f"resumed from {path} at step {self.counters.step}")
@@ -445,18 +452,18 @@ class SupervisedRun:
 
     def carry(self) -> tuple:
         """What this process keeps of a run that is begun anew: its parts, and what all know."""
-        known = (self.counters, self.task.pass_limit, self.pending, self.compiling.decided)
-        return HeldParts(self.optimiser.state()), random_state(), known
+        known = (self.counters, self.task.micro_batch_limit, self.pending, self.compiling.decided)
+        return HostTensors(self.optimizer.state()), random_state(), known
 
-    def take_over(self, tensors: HeldParts, random: dict, known: tuple) -> None:
-        self.optimiser.restore(tensors)
+    def take_over(self, tensors: HostTensors, random: dict, known: tuple) -> None:
+        self.optimizer.restore(tensors)
         restore_random_state(random)
-        self.counters, self.task.pass_limit, self.pending, self.compiling.decided = known
+        self.counters, self.task.micro_batch_limit, self.pending, self.compiling.decided = known
 
     def leave(self, signal_number: int) -> None:
         if not self.checkpoints.saved(self.counters.step):
             self.cannot_write(self.attempt(self.save))
-        where = go_on_from(self.checkpoints.saved(self.counters.step))
+        where = resume_line(self.checkpoints.saved(self.counters.step))
         raise Interrupted(signal_number, f"stopped after step {self.counters.step}: {where}")
 
 
@@ -486,7 +493,7 @@ def train_supervised(options: SupervisedOptions) -> None:
             run = build_run(options, TASKS[options.verb], device, world)
             try:
                 return run.train(carried)
-            except BeginAnew:
+            except RebuildModels:
                 carried = run.carry()
             del run
             device.release_memory()
@@ -496,7 +503,7 @@ def train_supervised(options: SupervisedOptions) -> None:
 
 def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, world: World) -> SupervisedRun:
     """Everything up to the first step."""
-    check_share(options, world.size)
+    check_processes(options, world.size)
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
     if not world.leads:
@@ -514,7 +521,7 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     seed_everything(options.seed, deterministic=options.full_determinism)
     loaded = task.load_model(device)
     task.check_model(loaded.model)
-    for line in (*notes(options, device), *loaded.notes):
+    for line in (*device_notes(options, device), *loaded.notes):
         world.say(line)
     task.padded = loaded.verdict.path != "packed"
     if task.padded:
@@ -544,12 +551,12 @@ def dry_run_supervised(options: SupervisedOptions) -> list[str]:
     device = find_device()
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
-    few = of_few_rows(options)
+    few = with_few_rows(options)
     task = TASKS[options.verb](few, tokenizer)
     model = task.skeleton()
     task.check_model(model)
-    lines = [f"device: {device.name}", *notes(options, device), *model_lines(model, options, device)]
-    samples, about = usable_rows(task.report, options.max_samples, task.samples)
+    lines = [f"device: {device.name}", *device_notes(options, device), *model_lines(model, options, device)]
+    samples, about = estimate_samples(task.report, options.max_samples, task.samples)
     steps = dataclasses.replace(task.order(), samples=samples).steps
     lines.append(f"data: {task.report.in_files:,} rows give {'about ' if about else ''}{steps:,} steps")
     lines += samples_with_masks(task.make_batch(task.store, [0]), tokenizer)

@@ -30,7 +30,7 @@ from trimtab.models.packed import PackedModel, learned_positions
 from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
 from trimtab.models.policy import Policy
 from trimtab.models.reward import REWARDS
-from trimtab.train.micro_batch_limit import PassLimit
+from trimtab.train.micro_batch_limit import MicroBatchLimit
 from trimtab.train.update import Share, Totals, balance_share, sums_by_sequence
 
 
@@ -42,7 +42,7 @@ class Task:
     padded = False  # the model takes padded rows, where filling a token budget would not bound memory
 
     def __init__(self, options: SupervisedOptions, tokenizer: PreTrainedTokenizerBase):
-        self.pass_limit = PassLimit()
+        self.micro_batch_limit = MicroBatchLimit()
         self.scorers: dict[str, Reference] = {}
         self.options, self.tokenizer = options, tokenizer
         rows = load_rows(
@@ -158,9 +158,9 @@ class Task:
         """Which samples go into one forward and backward pass."""
         lengths = [int(length) for length in self.lengths(store)[samples]]
         if self.packs:
-            parts = pack(lengths, self.pass_limit.of_tokens(self.token_budget()))
+            parts = pack(lengths, self.micro_batch_limit.of_tokens(self.token_budget()))
         else:
-            parts = chunk(lengths, self.pass_limit.of_samples(self.options.micro_train_batch_size))
+            parts = chunk(lengths, self.micro_batch_limit.of_samples(self.options.micro_train_batch_size))
         return [[samples[i] for i in members] for members in parts]
 
     def cut_all(self, store: Any, samples: list[int]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from tests.train.rl.test_resume import at
 from trimtab.cli.main import main
 from trimtab.errors import CannotWrite, OutOfMemory
 from trimtab.train.metrics import read_rows
-from trimtab.train.micro_batch_limit import BeginAnew, NoRoom
+from trimtab.train.micro_batch_limit import InsufficientMemory, RebuildModels
 from trimtab.train.rl.async_worker import AsyncRolloutWorker
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
@@ -248,7 +248,7 @@ def test_a_signal_between_a_batch_and_its_scoring_and_memory_short_there_lose_no
 
     def short(run, experience):
         if next(calls) == 2:
-            raise NoRoom("scoring does not fit")
+            raise InsufficientMemory("scoring does not fit")
         return plain(run, experience)
 
     plain = RLRun.score
@@ -274,7 +274,7 @@ def begin_anew_once() -> None:
 
     def score(run, experience):
         if next(calls) == 3:
-            raise BeginAnew
+            raise RebuildModels
         return plain(run, experience)
 
     RLRun.score = score

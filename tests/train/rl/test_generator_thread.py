@@ -11,7 +11,7 @@ from tests.train.rl.test_async_worker import DRAWN, Judge, Words, admission
 from trimtab.errors import RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.micro_batch_limit import NoRoom
+from trimtab.train.micro_batch_limit import InsufficientMemory
 from trimtab.train.rl.async_worker import ThreadedRolloutWorker
 
 LONG = SamplingParams(max_new_tokens=400, n=3)
@@ -179,7 +179,7 @@ def test_a_lack_of_memory_is_handed_back_and_leaves_the_engine_free(beside):
     until(lambda: any(wait.tokens for wait in role.waits()))
     engine.fails = RuntimeError("CUDA out of memory")
     done = role.collect()
-    while not isinstance(done, NoRoom):
+    while not isinstance(done, InsufficientMemory):
         done = role.collect()
     assert role.pause() and engine.at_work is None
     assert any(draft.ids for group in role.unfinished() for draft in group.trajectories)

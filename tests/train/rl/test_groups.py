@@ -33,11 +33,11 @@ def words(folder: Path, out: Path, *more: str) -> list[str]:
 
 
 def keep_gradients(place: Path) -> None:
-    """Write the gradients of the first update of actor and critic down, as they are before the optimiser."""
+    """Write the gradients of the first update of actor and critic down, as they are before the optimizer."""
     from trimtab.distributed.fsdp import whole
-    from trimtab.train.optimizer import Optimiser
+    from trimtab.train.optimizer import Optimizer
 
-    plain = Optimiser.step
+    plain = Optimizer.step
 
     def step(self, number, **more):
         found = {name: whole(p.grad).clone() for name, p in self.working.items() if p.grad is not None}
@@ -47,7 +47,7 @@ def keep_gradients(place: Path) -> None:
             save_file(found, path)
         return plain(self, number, **more)
 
-    Optimiser.step = step
+    Optimizer.step = step
 
 
 def count_parameters(place: Path) -> None:

@@ -128,13 +128,13 @@ def gradients_of(value: Tensor, model) -> dict[str, Tensor]:
 def caught_gradients(learner, monkeypatch) -> dict[str, Tensor]:
     """Filled with the gradients of the learner's next update, as they are before clipping."""
     found: dict[str, Tensor] = {}
-    step = learner.optimiser.step
+    step = learner.optimizer.step
 
     def caught(number, **how):
-        found.update({name: p.grad.clone() for name, p in learner.optimiser.working.items() if p.grad is not None})
+        found.update({name: p.grad.clone() for name, p in learner.optimizer.working.items() if p.grad is not None})
         return step(number, **how)
 
-    monkeypatch.setattr(learner.optimiser, "step", caught)
+    monkeypatch.setattr(learner.optimizer, "step", caught)
     return found
 
 

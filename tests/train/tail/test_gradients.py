@@ -85,11 +85,11 @@ def test_the_first_update_is_the_one_of_the_formulas(tmp_path, monkeypatch, meth
         weights = softmax([BETA * reward_of(answer) for answer in answers])
         terms += [ALPHA * weight * mean_log_prob(answer) for weight, answer in zip(weights, answers)]
         loss = sum((1 / GROUP - weight) * mean_log_prob(answer) for weight, answer in zip(weights, answers)) / GROUP
-        compare(for_proposal, gradients_of(loss, model))
-    compare(for_policy, gradients_of(sum(terms) / GROUP, model))
+        compare_manifests(for_proposal, gradients_of(loss, model))
+    compare_manifests(for_policy, gradients_of(sum(terms) / GROUP, model))
 
 
-def compare(found, expected):
+def compare_manifests(found, expected):
     assert max(float(value.abs().max()) for value in expected.values()) > 0.01, "nothing to compare"
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4)

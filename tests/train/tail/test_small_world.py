@@ -19,7 +19,7 @@ from tests.train.tail.small_world import (
     token_log_probs,
     write_world,
 )
-from trimtab.train.tail.tail_advantages import shape_own, shape_proposed
+from trimtab.train.tail.tail_advantages import compute_policy_advantages, compute_proposal_advantages
 from trimtab.train.tail.tail_run import TailIteration
 
 BETA, LAMBDA = -1.5, 0.4
@@ -59,7 +59,7 @@ def test_the_push_down_term_descends_on_kappa_times_log_z(folder, model, monkeyp
     run = make_run(folder, monkeypatch, words("repulse", EVERYTHING, "--alpha 0.7 --push_down_scale per_group"))
     proposed = every_answer(run)
     proposed.twist_N = torch.zeros_like(proposed.old_N)
-    _, proposed.advantages_N = shape_proposed(proposed, run.options)
+    _, proposed.advantages_N = compute_proposal_advantages(proposed, run.options)
     silent = experience_of(ANSWERS)
     silent.advantages_N = torch.zeros(len(silent.owners_N))
     run.iteration = TailIteration(silent, 1, {}, proposed=proposed)
@@ -79,7 +79,7 @@ def test_reinforce_climbs_reward_less_kl_in_the_mean_over_all_groups(folder, mod
     answers = [tuple(experience.response(i)) for i in range(len(experience))]
     experience.old_N = torch.cat([own[answer] for answer in answers])
     experience.reference_N = torch.cat([start[place[answer], : len(answer)] for answer in answers])
-    shape_own(experience, run.options, LAMBDA)
+    compute_policy_advantages(experience, run.options, LAMBDA)
     chances = [math.exp(sum(float(own[answer].sum()) for answer in chosen)) for chosen in groups(group)]
     weights = torch.tensor(chances).repeat_interleave(group)[experience.owners_N] * len(chances)
     experience.advantages_N = experience.advantages_N * weights
@@ -107,7 +107,7 @@ def teach_exactly(run, step: int = 0) -> None:
         proposed.twist_N = proposed.twist_N - proposed.policy_N
     else:
         run.batcher.fill(proposed, "twist_N", role, "log_twists")
-    shape_proposed(proposed, run.options)
+    compute_proposal_advantages(proposed, run.options)
     parts = run.batcher.parts(role, proposed, list(range(len(UNIFORM))), "advantages_N", "policy_N")
     role.call("update", parts, totals={"answers": 1.0}, step=step)
 
@@ -181,7 +181,7 @@ def test_every_proposal_learns_sigma_and_then_its_weights_are_equal(folder, mode
         0.0 if proposed.twist_N is None else 4 * torch.finfo(torch.float32).eps * float(proposed.twist_N.abs().max())
     )
     torch.testing.assert_close(proposed.reference_N, proposed.sampled_N, atol=max(2e-5, rounding), rtol=0)
-    figures, _ = shape_proposed(proposed, run.options)
+    figures, _ = compute_proposal_advantages(proposed, run.options)
     assert figures["effective_samples"] > 0.98 * len(UNIFORM)
 
 

@@ -17,7 +17,7 @@ from trimtab.distributed.launcher import EngineLost, Group, PendingCall, Unanswe
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.micro_batch_limit import NoRoom
+from trimtab.train.micro_batch_limit import InsufficientMemory
 from trimtab.train.rl.async_groups import Admission, Collected, FinishedGroup, InFlightGroup, Wait
 from trimtab.train.rl.rollout_client import RolloutClient, travelling
 from trimtab.train.rl.rollout_files import Told
@@ -67,7 +67,7 @@ class News:
     failed: list[FailedGroup] = field(default_factory=list)
     drawn: int = 0
     read_again: int = 0
-    problem: RewardFailed | NoRoom | None = None
+    problem: RewardFailed | InsufficientMemory | None = None
     stopped: bool = False  # because the run is to stop
 
     @property
@@ -75,7 +75,7 @@ class News:
         """Of the groups that no worker holds any more."""
         return [*(group.place for group in self.finished), *(group.prompt for group in self.failed)]
 
-    def add(self, part: int, found: Collected | RewardFailed | NoRoom | None) -> None:
+    def add(self, part: int, found: Collected | RewardFailed | InsufficientMemory | None) -> None:
         if isinstance(found, Collected):
             self.finished += found.finished
             self.failed += found.failed

@@ -32,7 +32,7 @@ from trimtab.rollout.engine import Session
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
-from trimtab.train.micro_batch_limit import NoRoom, memory_guard
+from trimtab.train.micro_batch_limit import InsufficientMemory, memory_guard
 from trimtab.train.rl.async_groups import Admission, Collected, FinishedGroup, InFlightGroup, Wait
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_files import JUDGING, WRITING, Spans, Told
@@ -205,7 +205,7 @@ class AsyncRolloutWorker(RolloutWorker):
 
     def collect(
         self, *, seconds: float | None = None, at_once: bool = True
-    ) -> Collected | RewardFailed | NoRoom | None:
+    ) -> Collected | RewardFailed | InsufficientMemory | None:
         """What was finished and scored since the last time, after so many seconds or, `at_once`, as soon as there is a
         group; also where nothing is left to generate or to score. None: the run is to stop. Failures are returned as by
         `sample`; the groups are then still among the unfinished."""

@@ -19,7 +19,7 @@ from trimtab.models.parallel.sharded_model import check_parallel_options
 from trimtab.models.pretrained import check_model_folder
 from trimtab.models.rotary import context_in_words, generated_context
 from trimtab.rewards.models import same_tokenizer
-from trimtab.train.launch import check_share
+from trimtab.train.launch import check_processes
 from trimtab.train.rl.source import Recording
 
 MUCH_KL = 1.0  # nats a token: the policy no longer resembles the reference
@@ -106,7 +106,7 @@ def check_shares(options: RLOptions, units: Iterable[Unit]) -> None:
             continue
         assert unit.ranks is not None, f"{unit.name} is in no processes yet"
         try:
-            check_share(options, len(unit.ranks), learns=unit.learns)
+            check_processes(options, len(unit.ranks), learns=unit.learns)
         except UserError as error:
             raise error if unit.name == "actor" else UserError(f"{error} (of the {unit.name})") from None
 

@@ -21,16 +21,16 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.errors import CannotWrite, RunFailed, UserError
 from trimtab.files import writing
 from trimtab.rewards.types import RewardFailed
-from trimtab.train.alarms import go_on_from, not_finite
-from trimtab.train.checkpoint import Checkpoints, reading
-from trimtab.train.checkpoint_files import TensorParts, write_parts
+from trimtab.train.alarms import not_finite_line, resume_line
+from trimtab.train.checkpoint import Checkpoints, reading_checkpoint
+from trimtab.train.checkpoint_files import ShardedTensors, write_sharded
 from trimtab.train.metrics import MetricsFile, RunLog
-from trimtab.train.micro_batch_limit import NoRoom
+from trimtab.train.micro_batch_limit import InsufficientMemory
 from trimtab.train.rl.async_client import RolloutStalled
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
 from trimtab.train.rl.rollout_client import EnvironmentFailed
 from trimtab.train.rl.rollout_files import KeptTokens, TimeLine, best_and_worst, sample_fields, turns, whole_groups
-from trimtab.train.run_directory import RunFolder, SpaceWatch, adam_bytes, compare
+from trimtab.train.run_directory import RunDirectory, SpaceWatch, adam_bytes, compare_manifests
 
 LEARNERS = ("actor", "critic", "proposal")
 OF_THE_LOOP = ("experience", "ahead")
@@ -61,7 +61,7 @@ class RunFiles:
         self.stores = stores or {}
         self.total = total
         self.folder = Path(options.save_path)
-        self.run_folder = RunFolder(options, manifest)
+        self.run_directory = RunDirectory(options, manifest)
         self.checkpoints = Checkpoints(
             Path(options.checkpoint_folder), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem, run=self.folder
         )
@@ -73,7 +73,7 @@ class RunFiles:
     # ---- while the run works
 
     def open(self, start: int, roles: Any, *, resumed: bool) -> None:
-        self.run_folder.describe()
+        self.run_directory.describe()
         with writing(f"--save_path {self.folder}: cannot write there"):
             self._rollouts = MetricsFile(self.folder / "rollouts.jsonl", resume_from=start if resumed else None)
             self._tokens = KeptTokens(self.folder, self.tokenizer, resume_from=start if resumed else None)
@@ -206,10 +206,10 @@ class RunFiles:
             yield
         except CannotWrite as error:
             raise UserError(f"{error}; {self.rescue(checkpoint())}") from error
-        except (RewardFailed, EnvironmentFailed, NoRoom, RolloutStalled) as error:
+        except (RewardFailed, EnvironmentFailed, InsufficientMemory, RolloutStalled) as error:
             try:
                 # After a lack of memory what processes hold together can be saved in parts, but not gathered.
-                where = go_on_from(self.save(checkpoint(), export=not isinstance(error, NoRoom)))
+                where = resume_line(self.save(checkpoint(), export=not isinstance(error, InsufficientMemory)))
             except CannotWrite:
                 where = self.rescue(checkpoint())
             raise RunFailed(f"{error}; {where}") from error
@@ -247,7 +247,7 @@ class RunFiles:
                 raise_told(role.call("write_state", folder=folder / name, step=step))
             for name, held in checkpoint.tensors.items():
                 if held:
-                    write_parts(folder / name, held, Mesh(), step)
+                    write_sharded(folder / name, held, Mesh(), step)
 
         return write, {**checkpoint.state, "manifest": self.manifest, "random": random}
 
@@ -258,7 +258,7 @@ class RunFiles:
             print(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning", flush=True)
             return None
         path, state = loaded
-        for line in compare(state["manifest"], self.manifest, path):
+        for line in compare_manifests(state["manifest"], self.manifest, path):
             print(f"warning: {line}", flush=True)
         learners = _learners(roles)
         if (trained := [name for name in LEARNERS if (path / name).is_dir()]) != list(learners):
@@ -266,8 +266,8 @@ class RunFiles:
                 f"--ckpt_path {path}: this run trained {' and '.join(trained)}, and now it should be "
                 f"{' and '.join(learners)}; give its own settings, or another --ckpt_path"
             )
-        with reading(path):
-            held = {name: TensorParts(path / name) for name in OF_THE_LOOP if (path / name).is_dir()}
+        with reading_checkpoint(path):
+            held = {name: ShardedTensors(path / name) for name in OF_THE_LOOP if (path / name).is_dir()}
             if "experience" in held and is_earlier(held["experience"].names()):
                 raise UserError(
                     f"--ckpt_path {path}: an earlier version of Trimtab was stopped inside an iteration, whose answers "
@@ -291,13 +291,13 @@ class RunFiles:
         """Stop before a model or a checkpoint that nothing can be learnt from is written over a good one."""
         for name, role in _learners(roles).items():
             if not all(role.call("is_finite")):
-                raise RunFailed(not_finite(f"in the {name}", self.checkpoints.latest()))
+                raise RunFailed(not_finite_line(f"in the {name}", self.checkpoints.latest()))
 
     def save_models(self, roles: Any) -> None:
         self.check_finite(roles)
         with writing(f"--save_path {self.folder}: cannot write the model"):
             self._export(roles, self.folder)
-        self.run_folder.finish()
+        self.run_directory.finish()
 
     def _export(self, roles: Any, folder: Path) -> None:
         self._save(roles.actor, folder)

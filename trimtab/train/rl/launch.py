@@ -38,16 +38,16 @@ from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
 from trimtab.train.launch import (
+    device_notes,
+    estimate_samples,
     load_job_tokenizer,
     memory_line,
     model_lines,
-    notes,
-    of_few_rows,
     one_line,
     saved_passes,
-    usable_rows,
+    with_few_rows,
 )
-from trimtab.train.micro_batch_limit import BeginAnew, NoRoom
+from trimtab.train.micro_batch_limit import InsufficientMemory, RebuildModels
 from trimtab.train.rl.async_groups import Admission, Collected, FinishedGroup, InFlightGroup, Wait
 from trimtab.train.rl.async_source import AsyncSource
 from trimtab.train.rl.checks import (
@@ -81,7 +81,7 @@ from trimtab.train.rl.source import (
     with_recorded_options,
 )
 from trimtab.train.rl.state import Roles
-from trimtab.train.run_directory import make_manifest, settings
+from trimtab.train.run_directory import learning_settings, make_manifest
 
 
 class Controller:
@@ -111,7 +111,7 @@ class Controller:
         )
         self.default_tokens = uses_default_tokens(options, device)
         if not options.ray:  # else the devices are elsewhere
-            for line in notes(options, device):
+            for line in device_notes(options, device):
                 world.say(line)
 
     @staticmethod
@@ -228,7 +228,7 @@ class Controller:
             parameters=actor["parameters"],
             trainable_parameters=actor["trainable_parameters"],
             steps=self.iterations,
-            settings=settings(options),
+            settings=learning_settings(options),
             processes=self.world.size,
             zero_stage=options.zero_stage,
             reward=reward,
@@ -264,7 +264,7 @@ def dry_run_rl(
     placed = table(layout_of_units(options, described).rows()) if options.ray else []
     check_places(options)
     tokenizer = load_job_tokenizer(options)
-    few = of_few_rows(options)
+    few = with_few_rows(options)
     stores, reports = load_stores(few, tokenizer)
     if options.plays and not options.prompt_data and reports["train"].rows_read == few.max_samples:
         # An environment that has as many rows as it is asked for has as many as the run will ask for.
@@ -291,7 +291,7 @@ def dry_run_rl(
         # The run itself knows all prompts, and asks for more.
         recording.check_holds(order.steps, count_iterations(order, options))
         replayed = recording.outlived(options)
-    prompts, about = usable_rows(reports["train"], options.max_samples, len(stores["train"]))
+    prompts, about = estimate_samples(reports["train"], options.max_samples, len(stores["train"]))
     whole = dataclasses.replace(order, samples=prompts)
     if not about:
         check_drop_last(whole, options)
@@ -305,7 +305,7 @@ def dry_run_rl(
     return [
         f"device: {device.name}",
         *placed,
-        *notes(options, device),
+        *device_notes(options, device),
         *(line for line in (note, replayed) if line),
         *described_model,
         f"engine: {'vLLM' if options.uses_vllm else 'built-in'}",
@@ -326,7 +326,7 @@ def dry_run_rl(
 RECORDS = (
     *(AnswerSlice, TextSlice, SamplingParams, PromptBatch, SampledGroups, FailedGroup, Experience),
     *(Trajectory, Episode, Segment, InFlightGroup, Admission, FinishedGroup, Collected, Wait),
-    *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
+    *(RewardRequest, RewardResult, RewardFailed, BadSample, InsufficientMemory),
 )
 
 
@@ -373,7 +373,7 @@ def train(run: RLRun, launcher: Launcher, stop: StopRequest) -> None:
             with told(launcher):
                 run.train(stop, rebuilt=again)
             return launcher.hang_up()
-        except BeginAnew:
+        except RebuildModels:
             again = True
         with interruptible(stop, launcher.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
             run.use(launcher.rebuild_groups())

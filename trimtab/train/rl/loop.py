@@ -16,9 +16,9 @@ from trimtab.data.order import SampleOrder
 from trimtab.distributed.launcher import Group
 from trimtab.errors import Interrupted, RunFailed
 from trimtab.interrupts import StopRequest
-from trimtab.train.alarms import ended_badly, go_on_from
+from trimtab.train.alarms import diverged_line, resume_line
 from trimtab.train.launch import gc_frozen
-from trimtab.train.micro_batch_limit import PassLimit
+from trimtab.train.micro_batch_limit import MicroBatchLimit
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import Checkpoint, RunFiles
@@ -253,7 +253,7 @@ class RLRun:
 
     def train(self, stop: StopRequest, *, rebuilt: bool = False) -> None:
         """`rebuilt`: this run continues with its counters and its iteration, and roles that were rebuilt."""
-        with self.files.run_folder.locked():
+        with self.files.run_directory.locked():
             resumed = rebuilt or (self.resume() if self.options.load_checkpoint else False)
             if not rebuilt:
                 self.compilation.decide(self.roles, stop)
@@ -281,7 +281,7 @@ class RLRun:
                     self.leave(stop)
             self.conclude(stop)
             if self.counters.skipped_in_a_row:
-                raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "updates", self.files.folder))
+                raise RunFailed(diverged_line(self.counters.skipped_in_a_row, "updates", self.files.folder))
 
     def conclude(self, stop: StopRequest) -> None:
         self.files.save_models(self.roles)
@@ -337,7 +337,7 @@ class RLRun:
             return False
         tensors, state = found
         self.counters = Counters(**state["counters"])
-        self.batcher.limit = PassLimit(**state.get("pass_limit", {}))
+        self.batcher.limit = MicroBatchLimit(**state.get("pass_limit", {}))
         self.compilation.decided = state.get("compiled", {})  # earlier versions compiled nothing
         if "iteration" in state:
             self.iteration = self.iteration_class.from_disk(tensors["experience"], state["iteration"])
@@ -347,5 +347,5 @@ class RLRun:
         return True
 
     def leave(self, stop: StopRequest) -> NoReturn:
-        where = go_on_from(self.save())
+        where = resume_line(self.save())
         raise Interrupted(stop.number, f"stopped in iteration {self.counters.iteration + 1}: {where}")

@@ -26,7 +26,14 @@ from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.launcher import Group
 from trimtab.distributed.process_group import deal
 from trimtab.plan.workload import scoring_tokens
-from trimtab.train.micro_batch_limit import FLAGS, BeginAnew, NoRoom, PassLimit, Result, until_it_fits
+from trimtab.train.micro_batch_limit import (
+    FLAGS,
+    InsufficientMemory,
+    MicroBatchLimit,
+    RebuildModels,
+    Result,
+    retry_smaller,
+)
 from trimtab.train.rl.experience import Experience, Trajectories, joined, runs, totals
 from trimtab.train.task import Totals
 
@@ -135,7 +142,7 @@ def batches_of(slices: Sequence[Slice]) -> Iterator[TokenBatch]:
 
 
 def mini_batches(experience: Experience, at_once: int, seed: Sequence[int]) -> list[list[int]]:
-    """The samples of a rollout in optimiser steps of `at_once` whole groups, in random order."""
+    """The samples of a rollout in optimizer steps of `at_once` whole groups, in random order."""
     groups = np.random.default_rng(seed).permutation(experience.groups)
     steps = [groups[i : i + at_once] for i in range(0, len(groups), at_once)]
     return [experience.samples_of(sorted(step.tolist())) for step in steps]
@@ -206,7 +213,7 @@ class MicroBatcher:
         """`larger_scoring`: micro-batches of scoring may be larger than those of training where no option says how
         large; `text`: trained together with the samples."""
         self.options, self.larger_scoring, self.text = options, larger_scoring, text
-        self.limit = PassLimit()
+        self.limit = MicroBatchLimit()
         self._role: Group | None = None  # of the last call
         self._sent: list[tuple[int, int]] = []  # (tokens, samples) of its passes
 
@@ -250,20 +257,20 @@ class MicroBatcher:
         """The result of an attempt that cuts and sends; again with smaller passes each time memory was short."""
         if by_tokens is None:
             by_tokens = self.token_budget() is not None
-        return until_it_fits(attempt, lambda why: self._shrink(why, by_tokens, of))
+        return retry_smaller(attempt, lambda why: self._shrink(why, by_tokens, of))
 
     def _shrink(self, why: str, by_tokens: bool, of: str) -> None:
         assert self._role is not None
         several = self._role.reinit_process_group()
         if not self.limit.halve(self._sent, by_tokens=by_tokens):
             longest = max(tokens for tokens, _ in self._sent)
-            raise NoRoom(
+            raise InsufficientMemory(
                 f"a pass of one answer, {longest:,} tokens with its prompt, does not fit into memory ({why}); lower "
                 f"--generate_max_len or --prompt_max_len; {FLAGS}"
             )
         print(f"out of memory: begun anew in passes of at most {self.limit}; one of {of} did not fit", flush=True)
         if several:
-            raise BeginAnew
+            raise RebuildModels
 
     # ---- what an update trains on
 

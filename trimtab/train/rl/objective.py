@@ -1,4 +1,4 @@
-"""What the actor and the critic minimise: a micro-batch's share of one optimiser step.
+"""What the actor and the critic minimise: a micro-batch's share of one optimizer step.
 
     policy    over all answer tokens of the step, the mean of
                   coefficient x surrogate (ppo, gspo or cispo)  + beta KL(policy, reference)  [--use_kl_loss]

@@ -22,7 +22,7 @@ from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.models.pretrained import quiet_transformers
-from trimtab.train.alarms import last_checkpoint, mark_of_newest
+from trimtab.train.alarms import last_checkpoint_line, newest_checkpoint_mark
 from trimtab.train.checkpoint import newest_of_run
 from trimtab.train.rl.checks import check_shares, places_of
 from trimtab.train.rl.launch import RECORDS, Controller, set_up, train
@@ -32,7 +32,7 @@ LOOK_EVERY = 2.0  # seconds between two looks for resources that are to come bac
 
 
 def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
-    before = mark_of_newest(options)
+    before = newest_checkpoint_mark(options)
     with connected(), StopRequest() as stop:
         if line := stop_line():
             print(line, flush=True)
@@ -47,7 +47,7 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
                 return train_once(options, kind, layout, placement, stop, again=restart > 0)
             except WorkerLost as loss:
                 last = newest_of_run(options, before)
-                where = last_checkpoint(last)
+                where = last_checkpoint_line(last)
                 if restart == options.max_restarts or (options.record and last is None):
                     raise RunFailed(f"{loss}; {where}") from loss
                 print(f"{loss}; restart {restart + 1} of {options.max_restarts}", flush=True)

@@ -33,8 +33,8 @@ from trimtab.rewards.build import Parts, non_model_rewards, reward_models
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine, build_vllm_engine, engine_environment
 from trimtab.train.launch import load_job_tokenizer
-from trimtab.train.layer_compilation import given_up
-from trimtab.train.optimizer import Optimiser
+from trimtab.train.layer_compilation import gave_up_line
+from trimtab.train.optimizer import Optimizer
 from trimtab.train.rl.async_worker import AsyncRolloutWorker, ThreadedRolloutWorker
 from trimtab.train.rl.checks import critic_start, first_reward
 from trimtab.train.rl.files import RunFiles
@@ -160,8 +160,8 @@ def build_critic(options: RLOptions, place: Place) -> dict[str, Any]:
     loaded = load_reward_model(its_options, place.device, tokenizer, place.mesh, root=Critic)
     if options.normalize_reward and name == first_reward(options):
         loaded.model.mean, loaded.model.deviation = loaded.model.config.mean, loaded.model.config.std
-    optimiser = optimiser_of(options, loaded.model.model, options.critic_learning_rate, place)
-    return {"critic": CriticTrainer(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)}
+    optimizer = make_optimizer(options, loaded.model.model, options.critic_learning_rate, place)
+    return {"critic": CriticTrainer(options, loaded.model, optimizer, tokenizer, place.device, place.mesh)}
 
 
 def build_reward_models(options: RLOptions, place: Place) -> dict[str, Any]:
@@ -179,8 +179,8 @@ def has_reference(options: RLOptions) -> bool:
 def actor_of(
     options: RLOptions, loaded: Loaded, tokenizer: Any, place: Place, kind: type[PolicyTrainer] = PolicyTrainer
 ) -> PolicyTrainer:
-    optimiser = optimiser_of(options, loaded.model.model, options.actor_learning_rate, place)
-    actor = kind(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)
+    optimizer = make_optimizer(options, loaded.model.model, options.actor_learning_rate, place)
+    actor = kind(options, loaded.model, optimizer, tokenizer, place.device, place.mesh)
     if options.engines_apart:
         actor.export, actor.sender = weight_export(options, loaded.model), TransferSender(place.device.torch)
     actor.origin = loaded
@@ -239,9 +239,9 @@ def scorer(
     return ReferenceRole(reference, options, place.mesh, "reference" if pretrain is None else "teacher")
 
 
-def optimiser_of(options: RLOptions, model: nn.Module, learning_rate: float, place: Place) -> Optimiser:
+def make_optimizer(options: RLOptions, model: nn.Module, learning_rate: float, place: Place) -> Optimizer:
     """How many steps it will have, its learner is told later."""
-    return Optimiser(
+    return Optimizer(
         model,
         options,
         learning_rate=learning_rate,
@@ -339,7 +339,7 @@ class LayerCompilation:
             for role in compiled:
                 role.call("leave_layers_plain")
             self.decided = self.manifest["compiled"] = dict.fromkeys(self.decided or {}, False)
-            print(given_up(problems[0]), flush=True)
+            print(gave_up_line(problems[0]), flush=True)
 
     def columns(self) -> dict[str, float]:
         """For the first row of metrics."""

@@ -15,7 +15,7 @@ from trimtab.errors import OutOfMemory, RunFailed, UserError
 from trimtab.rewards.requests import PromptBatch, make_reward_request
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.micro_batch_limit import NoRoom
+from trimtab.train.micro_batch_limit import InsufficientMemory
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_worker import FailedGroup, SampledGroups, rollout_too_large
 from trimtab.train.rl.trainer import reward_models_too_large
@@ -103,7 +103,7 @@ class RolloutClient:
             self.rollouts.reinit_process_group()
             raise rollout_too_large(shortage) from shortage
         for part, share in zip(parts, shares):
-            if isinstance(part, RewardFailed | NoRoom):
+            if isinstance(part, RewardFailed | InsufficientMemory):
                 raise part
             if part is None and share:
                 return None
@@ -151,7 +151,7 @@ class RolloutClient:
             if isinstance(part, RewardFailed):
                 _name_row(part, rows[share.start : share.stop])
                 raise part
-            if isinstance(part, NoRoom):
+            if isinstance(part, InsufficientMemory):
                 raise part
         return [RewardResult.joined(results) for results in zip(*parts)]
 

@@ -23,7 +23,7 @@ from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
-from trimtab.train.micro_batch_limit import NoRoom, memory_guard
+from trimtab.train.micro_batch_limit import InsufficientMemory, memory_guard
 from trimtab.train.rl.experience import Experience
 
 
@@ -144,7 +144,7 @@ class RolloutWorker(Role):
 
     def sample(
         self, questions: PromptBatch, *, sampling: SamplingParams
-    ) -> SampledGroups | RewardFailed | NoRoom | None:
+    ) -> SampledGroups | RewardFailed | InsufficientMemory | None:
         """None: there were no prompts, or it was given up. A failed reward, or a lack of memory, is returned, not
         raised: all processes can then still write a checkpoint."""
         try:
@@ -194,5 +194,5 @@ class RolloutWorker(Role):
         return SampledGroups(experience, [result.take(order) for result in results], left_out)
 
 
-def rollout_too_large(shortage: OutOfMemory) -> NoRoom:
-    return NoRoom(f"the rollout does not fit into memory ({shortage}); {ROLLOUT_FLAGS}")
+def rollout_too_large(shortage: OutOfMemory) -> InsufficientMemory:
+    return InsufficientMemory(f"the rollout does not fit into memory ({shortage}); {ROLLOUT_FLAGS}")

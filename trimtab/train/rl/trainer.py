@@ -1,4 +1,4 @@
-"""Roles that learn: the actor and the critic. One call of `update` is one optimiser step.
+"""Roles that learn: the actor and the critic. One call of `update` is one optimizer step.
 
 Every process of a group runs the same method with its own slices; figures and gradients are summed over all.
 """
@@ -32,10 +32,10 @@ from trimtab.models.weight_export import WeightExport
 from trimtab.rewards.models import ModelReward, ProcessReward
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, rewards_info
 from trimtab.rollout.sampling import stop_tokens
-from trimtab.train.checkpoint_files import HeldParts, TensorParts, all_finite, write_parts
-from trimtab.train.layer_compilation import agreed, settle_layers, told
-from trimtab.train.micro_batch_limit import NoRoom, memory_guard, taking_back
-from trimtab.train.optimizer import Optimiser, WeightAverage
+from trimtab.train.checkpoint_files import HostTensors, ShardedTensors, all_finite, write_sharded
+from trimtab.train.layer_compilation import compile_if_worthwhile, compile_report, first_problem
+from trimtab.train.micro_batch_limit import InsufficientMemory, memory_guard, undo_step
+from trimtab.train.optimizer import Optimizer, WeightAverage
 from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.run_directory import names_fingerprint
@@ -65,14 +65,14 @@ class ModelRole(Role):
         """`learnt`, `scored`: tokens over the whole run; `decided`: by the run that this one goes on from."""
         fixed = {"scored": scored, "decided": decided, **self.learning(learnt)}
         settled = [
-            settle_layers(self.options, model, device, self.mesh, scores=scores, **fixed)
+            compile_if_worthwhile(self.options, model, device, self.mesh, scores=scores, **fixed)
             for model, device, scores in self.models()
         ]
-        return told(settled, self.called)
+        return compile_report(settled, self.called)
 
     def layers_problem(self) -> str:
         problems = [problem for model, *_ in self.models() if (problem := compile_problem(model))]
-        return agreed(self.mesh, problems[0] if problems else "")
+        return first_problem(self.mesh, problems[0] if problems else "")
 
     def leave_layers_plain(self) -> None:
         for model, *_ in self.models():
@@ -81,14 +81,14 @@ class ModelRole(Role):
 
 class Trainer(ModelRole):
     def __init__(
-        self, options: RLOptions, model: PackedModel, optimiser: Optimiser, tokenizer: Any, device: Device, mesh: Mesh
+        self, options: RLOptions, model: PackedModel, optimizer: Optimizer, tokenizer: Any, device: Device, mesh: Mesh
     ):
-        self.options, self.model, self.optimiser = options, model, optimiser
+        self.options, self.model, self.optimizer = options, model, optimizer
         self.tokenizer, self.device, self.mesh = tokenizer, device, mesh
 
     def schedule(self, *, steps: int) -> None:
-        """How many optimiser steps the run will have."""
-        self.optimiser.schedule(self.options, steps)
+        """How many optimizer steps the run will have."""
+        self.optimizer.schedule(self.options, steps)
 
     def models(self) -> list[RoleModel]:
         return [(self.model, self.device, self.scores())]
@@ -98,20 +98,20 @@ class Trainer(ModelRole):
         return [contextlib.nullcontext]
 
     def learning(self, tokens: float) -> dict[str, Any]:
-        return {"learnt": tokens, "gradients": self.optimiser.take_gradients}
+        return {"learnt": tokens, "gradients": self.optimizer.take_gradients}
 
     def sleep(self) -> None:
         """What only learning needs leaves the device until `wake`. The model stays: an engine that has taken another's
         place asks for its weights meanwhile."""
         if not self.device.is_accelerator:
             return
-        self.optimiser.clear_gradients()
-        self.optimiser.sleep()
+        self.optimizer.clear_gradients()
+        self.optimizer.sleep()
         self.device.release_memory()
 
     def wake(self) -> None:
         if self.device.is_accelerator:
-            self.optimiser.wake()
+            self.optimizer.wake()
 
     def memory_gib(self) -> float:
         """Peak of this process."""
@@ -121,18 +121,18 @@ class Trainer(ModelRole):
         raise NotImplementedError
 
     def update(self, slices: Sequence[Slice], *, totals: Totals, step: int, **settings: Any) -> dict[str, float]:
-        """One optimiser step over all passes of all processes, and its figures."""
+        """One optimizer step over all passes of all processes, and its figures."""
         count = sum(len(part.samples) for part in slices)
 
         def share(batch: TokenBatch) -> Share:
             return self.share(batch.to(self.device.torch), totals, **settings)
 
-        with memory_guard(taking_back(self.optimiser)):
+        with memory_guard(undo_step(self.optimizer)):
             figures = accumulate(self.model, self.mesh, batches_of(slices), count, share)
             self.gather_gradients()
             found = self.mesh.data.add_up(figures)
-        report = self.optimiser.step(step, finite=math.isfinite(found["loss"]))
-        found["learning_rate"] = self.optimiser.rate(step)
+        report = self.optimizer.step(step, finite=math.isfinite(found["loss"]))
+        found["learning_rate"] = self.optimizer.rate(step)
         return found | {"grad_norm": report.grad_norm, "applied": float(report.applied)}
 
     def gather_gradients(self) -> None:
@@ -142,27 +142,27 @@ class Trainer(ModelRole):
 
     def write_state(self, *, folder: Path, step: int) -> str | None:
         """Everything needed to go on, in parts. A disk that fails is told, not raised: other processes wait."""
-        return _told(lambda: write_parts(folder, self.tensors(), self.mesh, step))
+        return _told(lambda: write_sharded(folder, self.tensors(), self.mesh, step))
 
     def trained_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.optimiser.working.values())
+        return sum(parameter.numel() for parameter in self.optimizer.working.values())
 
     def read_state(self, *, folder: Path) -> None:
-        self.restore(TensorParts(folder))
+        self.restore(ShardedTensors(folder))
 
     def is_finite(self) -> bool:
         """Whether there is something to go on from, in this process's part of it."""
         return all_finite(self.tensors().values())
 
-    def carry(self) -> HeldParts:
+    def carry(self) -> HostTensors:
         """This process's part of everything, for the same role built anew."""
-        return HeldParts(self.tensors())
+        return HostTensors(self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.optimiser.state()
+        return self.optimizer.state()
 
-    def restore(self, saved: TensorParts | HeldParts) -> None:
-        self.optimiser.restore(saved)
+    def restore(self, saved: ShardedTensors | HostTensors) -> None:
+        self.optimizer.restore(saved)
 
     def save(self, *, folder: Path) -> str | None:
         """The model as others load it. A disk that fails is told, not raised."""
@@ -181,7 +181,7 @@ class PolicyTrainer(Trainer):
 
     def __init__(self, options: RLOptions, *parts: Any):
         super().__init__(options, *parts)
-        self.average = WeightAverage(self.optimiser, options.ema_beta) if options.enable_ema else None
+        self.average = WeightAverage(self.optimizer, options.ema_beta) if options.enable_ema else None
         self._shown = contextlib.ExitStack()
 
     def describe(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class PolicyTrainer(Trainer):
             "notes": list(self.origin.notes),
             "path": self.model.path,
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "trainable": names_fingerprint(self.optimiser.working),
+            "trainable": names_fingerprint(self.optimizer.working),
             "trainable_parameters": self.trained_parameters(),
             "stop_token_ids": stop_tokens(self.model, self.tokenizer),
             "device": self.device.described(),
@@ -219,7 +219,7 @@ class PolicyTrainer(Trainer):
     def tensors(self) -> dict[str, Tensor]:
         return super().tensors() | (self.average.state() if self.average is not None else {})
 
-    def restore(self, saved: TensorParts | HeldParts) -> None:
+    def restore(self, saved: ShardedTensors | HostTensors) -> None:
         super().restore(saved)
         if self.average is not None:
             self.average.restore(saved)
@@ -308,7 +308,7 @@ class RewardModels(ModelRole):
         texts = any(model.reads_texts for model, _ in self.rewards)
         return rewards_info(self.rewards) | {"columns": sorted(columns), "texts": texts}
 
-    def score(self, request: RewardRequest) -> list[RewardResult] | RewardFailed | NoRoom:
+    def score(self, request: RewardRequest) -> list[RewardResult] | RewardFailed | InsufficientMemory:
         """One result a model. What fails is handed back, as by Rollouts, and after all models have been asked: split
         ones work in all processes or in none."""
         results: list[RewardResult] = []
@@ -325,8 +325,8 @@ class RewardModels(ModelRole):
         return failures[0] if failures else results
 
 
-def reward_models_too_large(shortage: OutOfMemory) -> NoRoom:
-    return NoRoom(
+def reward_models_too_large(shortage: OutOfMemory) -> InsufficientMemory:
+    return InsufficientMemory(
         f"the reward models do not fit into memory ({shortage}); lower --micro_reward_batch_size, --generate_max_len "
         "or --prompt_max_len, or give --ref_reward_offload"
     )

@@ -64,7 +64,7 @@ def bad_tokens(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> tupl
     )
 
 
-class Measures:
+class TailMeasurements:
     def __init__(self, options: TailOptions, samples: int, first_prompt: list[int], held_out: PromptStore | None):
         """`samples`: the prompts of an episode."""
         self.options, self.first_prompt, self.held_out = options, first_prompt, held_out

@@ -41,8 +41,8 @@ from trimtab.train.rl.roles import (
     actor_of,
     has_reference,
     in_their_processes,
+    make_optimizer,
     make_units,
-    optimiser_of,
     rollouts_of,
     scorer,
 )
@@ -80,21 +80,21 @@ def _agreement(log_probs_N: Tensor, batch: TokenBatch, totals: Totals) -> dict[s
 TWIST = "twist.safetensors"
 
 
-class TailActor(PolicyTrainer):
+class TailPolicyTrainer(PolicyTrainer):
     """The policy."""
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         return policy_share(self.model, batch, totals)
 
 
-class ProposalModel(PolicyTrainer):
+class ProposalTrainer(PolicyTrainer):
     """A language model q of its own: log psi = log q - log p, with p as it was."""
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         return twist_share(self.model(batch).log_probs_N - batch.extra["policy_N"], batch, totals)
 
 
-class BorrowingProposal(ProposalModel):
+class AdapterProposalTrainer(ProposalTrainer):
     """Adapters on the policy's weights."""
 
     def update(self, slices: Sequence[Slice], **settings: Any) -> dict[str, float]:
@@ -102,8 +102,8 @@ class BorrowingProposal(ProposalModel):
             return super().update(slices, **settings)
 
     def gather_gradients(self) -> None:
-        gradients = self.optimiser.accumulated
-        for name, parameter in self.optimiser.working.items():
+        gradients = self.optimizer.accumulated
+        for name, parameter in self.optimizer.working.items():
             if name in gradients:
                 gradients[name] = self.mesh.gradients.sum(gradients[name]) / self.mesh.gradients.size
             else:
@@ -121,7 +121,7 @@ class BorrowingProposal(ProposalModel):
             self.model.model.save_pretrained(folder)
 
 
-class Modulation(BorrowingProposal):
+class TwistHeadTrainer(AdapterProposalTrainer):
     """A head on the policy's hidden states, whose output is log psi."""
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
@@ -137,7 +137,7 @@ class Modulation(BorrowingProposal):
             save_file(self.model.twist.state_dict(), folder / TWIST)
 
 
-class ModulationModel(ProposalModel):
+class TwistModelTrainer(ProposalTrainer):
     """A model of its own, whose output is log psi."""
 
     model: TwistModel
@@ -177,7 +177,7 @@ def build_actor(options: TailOptions, place: Place) -> dict[str, Any]:
     borrowing = None
     if options.method == "repulse" and options.proposal_lora_rank > 0:
         borrowing = _borrowing_policy(loaded.model, options, place)
-    kind = PolicyTrainer if options.method == "ppo" else TailActor
+    kind = PolicyTrainer if options.method == "ppo" else TailPolicyTrainer
     rewards = non_model_rewards(options, place.stop.requested)
     roles: dict[str, Any] = {
         "actor": actor_of(options, loaded, tokenizer, place, kind),
@@ -212,27 +212,27 @@ def _proposal(
     options: TailOptions,
     tokenizer: Any,
     place: Place,
-) -> tuple[ProposalModel, Any]:
+) -> tuple[ProposalTrainer, Any]:
     """Its learner, and what answers prompts with it."""
 
-    def learner(make: Callable[..., ProposalModel], model: Any) -> ProposalModel:
+    def learner(make: Callable[..., ProposalTrainer], model: Any) -> ProposalTrainer:
         its_options = dataclasses.replace(options, enable_ema=False)
         trained = model if isinstance(model, TwistModel) else model.model
-        optimiser = optimiser_of(its_options, trained, options.proposal_learning_rate, place)
-        return make(its_options, model, optimiser, tokenizer, place.device, place.mesh)
+        optimizer = make_optimizer(its_options, trained, options.proposal_learning_rate, place)
+        return make(its_options, model, optimizer, tokenizer, place.device, place.mesh)
 
     answering = partial(rollouts_of, options, rewards=rewards, tokenizer=tokenizer, place=place)
     if borrowing is not None:
-        return learner(BorrowingProposal, borrowing), answering(borrowing)
+        return learner(AdapterProposalTrainer, borrowing), answering(borrowing)
     if options.proposal in HEAD_LAYERS:
         model = TwistedPolicy(policy, twist_of(policy, layers=HEAD_LAYERS[options.proposal]))
-        return learner(Modulation, model), answering(model)
+        return learner(TwistHeadTrainer, model), answering(model)
     if options.proposal == "modulation_model":
         psi = _second_model(options, place, TwistModel)
         model = TwistedPolicy(policy, psi.twist, psi)
-        return learner(partial(ModulationModel, model), psi), answering(model)
+        return learner(partial(TwistModelTrainer, model), psi), answering(model)
     second = _second_model(options, place)
-    return learner(ProposalModel, second), answering(second)
+    return learner(ProposalTrainer, second), answering(second)
 
 
 def _second_model(options: TailOptions, place: Place, within: Callable[[Policy], Any] = lambda policy: policy) -> Any:

@@ -35,7 +35,7 @@ from trimtab.train.rl.token_advantages import reward_metrics
 Figures = dict[str, float]
 
 
-def shape_own(experience: Experience, options: TailOptions, kl_coefficient: float) -> Figures:
+def compute_policy_advantages(experience: Experience, options: TailOptions, kl_coefficient: float) -> Figures:
     """Give the policy's answers their advantages."""
     owners_N, groups_S = experience.owners_N, experience.groups_S
     kl_N = None
@@ -52,9 +52,9 @@ def shape_own(experience: Experience, options: TailOptions, kl_coefficient: floa
     if options.method == "base_proposal":
         weights_S = weights_of(experience, options)
         advantages_S = advantages_S + pushed(weights_S, experience, options)
-        figures |= weighing(weights_S, experience.old_N, experience)
+        figures |= weight_figures(weights_S, experience.old_N, experience)
     experience.advantages_N = scaled(advantages_S[owners_N], experience, options)
-    return numbers(figures) | badness(experience, options)
+    return numbers(figures) | badness_figures(experience, options)
 
 
 def transformed(rewards_S: Tensor, options: TailOptions) -> Tensor:
@@ -66,7 +66,7 @@ def transformed(rewards_S: Tensor, options: TailOptions) -> Tensor:
     return minus_exponential(rewards_S, options.alpha, options.target_dist_beta)
 
 
-def shape_proposed(experience: Experience, options: TailOptions) -> tuple[Figures, Tensor]:
+def compute_proposal_advantages(experience: Experience, options: TailOptions) -> tuple[Figures, Tensor]:
     """Give the proposal's answers its advantages; those for the policy come back, to be used after its update."""
     owners_N = experience.owners_N
     assert experience.policy_N is not None and experience.old_N is not None
@@ -79,8 +79,8 @@ def shape_proposed(experience: Experience, options: TailOptions) -> tuple[Figure
     experience.advantages_N = scaled(ctl_advantages(weights_S, steps_N, owners_N), experience, options)
     pushed_S = pushed(weights_S, experience, options)
     figures = {"reward": experience.rewards_S.mean(), "length": experience.lengths_S.float().mean()}
-    figures |= weighing(weights_S, experience.policy_N, experience)
-    return numbers(figures) | badness(experience, options), scaled(pushed_S[owners_N], experience, options)
+    figures |= weight_figures(weights_S, experience.policy_N, experience)
+    return numbers(figures) | badness_figures(experience, options), scaled(pushed_S[owners_N], experience, options)
 
 
 def weights_of(experience: Experience, options: TailOptions, *ratios_S: Tensor) -> Tensor:
@@ -93,10 +93,10 @@ def weights_of(experience: Experience, options: TailOptions, *ratios_S: Tensor) 
 
 
 def pushed(weights_S: Tensor, experience: Experience, options: TailOptions) -> Tensor:
-    return push_down_advantages(weights_S, pushing(options), len(experience) / experience.groups)
+    return push_down_advantages(weights_S, push_down_kappa(options), len(experience) / experience.groups)
 
 
-def at_progress(options: TailOptions, progress: float) -> TailOptions:
+def annealed_options(options: TailOptions, progress: float) -> TailOptions:
     """With alpha and beta as they are after this share of the training."""
     if options.start_alpha is None and options.start_target_dist_beta is None:
         return options
@@ -105,7 +105,7 @@ def at_progress(options: TailOptions, progress: float) -> TailOptions:
     return dataclasses.replace(options, alpha=alpha, target_dist_beta=beta)
 
 
-def pushing(options: TailOptions) -> float:
+def push_down_kappa(options: TailOptions) -> float:
     return push_down_factor(options.alpha, options.n_samples_per_prompt, options.push_down_scale)
 
 
@@ -113,7 +113,7 @@ def scaled(advantages_N: Tensor, experience: Experience, options: TailOptions) -
     return advantages_N * token_scale(experience.owners_N, len(experience), options.token_reduction)
 
 
-def weighing(weights_S: Tensor, policy_N: Tensor | None, experience: Experience) -> dict[str, Tensor]:
+def weight_figures(weights_S: Tensor, policy_N: Tensor | None, experience: Experience) -> dict[str, Tensor]:
     """How evenly a group's weights lie, and the mean log-prob under the target that they stand for."""
     groups_S = experience.groups_S
     figures = {
@@ -126,7 +126,7 @@ def weighing(weights_S: Tensor, policy_N: Tensor | None, experience: Experience)
     return figures
 
 
-def badness(experience: Experience, options: TailOptions) -> Figures:
+def badness_figures(experience: Experience, options: TailOptions) -> Figures:
     found = {"worst_reward": float(experience.rewards_S.min())}
     if options.bad_threshold is not None:
         found["bad_share"] = float((experience.rewards_S < options.bad_threshold).float().mean())

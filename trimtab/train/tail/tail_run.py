@@ -36,9 +36,15 @@ from trimtab.train.rl.micro_batches import with_advantage
 from trimtab.train.rl.rollout_client import RolloutClient
 from trimtab.train.rl.source import RolloutSource
 from trimtab.train.rl.state import Iteration, Roles, timed
-from trimtab.train.tail.measurements import HELD_OUT, Measures, TailFiles, bad_tokens
+from trimtab.train.tail.measurements import HELD_OUT, TailFiles, TailMeasurements, bad_tokens
 from trimtab.train.tail.proposal import tail_units_of
-from trimtab.train.tail.tail_advantages import at_progress, badness, pushing, shape_own, shape_proposed
+from trimtab.train.tail.tail_advantages import (
+    annealed_options,
+    badness_figures,
+    compute_policy_advantages,
+    compute_proposal_advantages,
+    push_down_kappa,
+)
 
 
 def load_tail_stores(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> Stores:
@@ -118,7 +124,7 @@ class TailRun(RLRun):
     roles: TailRoles
     files: TailFiles
 
-    def __init__(self, *parts: Any, sampling: SamplingParams, measures: Measures):
+    def __init__(self, *parts: Any, sampling: SamplingParams, measures: TailMeasurements):
         super().__init__(*parts)
         self.sampling, self.measures = sampling, measures
         self.proposal_client = self._asking_proposal()
@@ -140,7 +146,7 @@ class TailRun(RLRun):
     @property
     def in_force(self) -> TailOptions:
         """The options with alpha and beta as they are in this iteration."""
-        return at_progress(self.options, self.counters.iteration / max(1, self.files.total - 1))
+        return annealed_options(self.options, self.counters.iteration / max(1, self.files.total - 1))
 
     @property
     def is_ppo(self) -> bool:
@@ -160,8 +166,8 @@ class TailRun(RLRun):
 
     def compute_advantages(self, experience: Experience) -> dict[str, float]:
         if self.is_ppo:
-            return super().compute_advantages(experience) | badness(experience, self.options)
-        return shape_own(experience, self.in_force, self.counters.kl_coefficient)
+            return super().compute_advantages(experience) | badness_figures(experience, self.options)
+        return compute_policy_advantages(experience, self.in_force, self.counters.kl_coefficient)
 
     # ---- the proposal's
 
@@ -187,7 +193,7 @@ class TailRun(RLRun):
             self.leave(stop)
         with timed(work.seconds, "scoring"):
             self.score_proposed(proposed)
-        figures, pushed_N = shape_proposed(proposed, self.in_force)
+        figures, pushed_N = compute_proposal_advantages(proposed, self.in_force)
         role, counters = self.roles.proposal, self.counters
         assert role is not None
         everything, totals = range(len(proposed)), {"answers": float(len(proposed))}
@@ -262,7 +268,7 @@ class TailRun(RLRun):
         options = self.in_force  # before the iteration is counted
         row = super().finish(work, measured)
         if options.method in PUSHING:
-            row |= {"alpha": options.alpha, "kappa": pushing(options)}
+            row |= {"alpha": options.alpha, "kappa": push_down_kappa(options)}
             if options.start_target_dist_beta is not None:
                 row["beta"] = options.target_dist_beta
         reports = work.proposal_reports
@@ -336,6 +342,6 @@ class TailController(Controller):
     ) -> TailRun:
         files = TailFiles(self.options, manifest, self.tokenizer, self.iterations, self.stores)
         store = self.stores["train"]
-        measures = Measures(self.options, len(store), store.ids(0), self.stores.get(HELD_OUT))
+        measures = TailMeasurements(self.options, len(store), store.ids(0), self.stores.get(HELD_OUT))
         parts = self.options, TailRoles(**groups), asking, supply, self.order, files, *more
         return TailRun(*parts, sampling=sampling, measures=measures)
