@@ -55,10 +55,10 @@ def test_a_loss_or_a_late_answer_does_not_take_the_others_with_it(engines, tmp_p
 
     there, never, later = str(tmp_path), str(tmp_path / "never"), str(tmp_path / "later")
     call = engines.start("collect", [there, never, later])
-    assert isinstance(call.found(0.1)[1], Unanswered)
+    assert isinstance(call.poll(0.1)[1], Unanswered)
     os.kill(engines.members[1].process, signal.SIGKILL)
-    wait_until(lambda: isinstance(call.found(0.1)[1], EngineLost), 30, lambda: "nobody is lost")
-    found = call.found(0.1)
+    wait_until(lambda: isinstance(call.poll(0.1)[1], EngineLost), 30, lambda: "nobody is lost")
+    found = call.poll(0.1)
     assert found[0] == there and found[1].rank == 1 and isinstance(found[2], Unanswered)
     Path(later).touch()
-    assert call.found(60.0) == [there, found[1], later]
+    assert call.poll(60.0) == [there, found[1], later]

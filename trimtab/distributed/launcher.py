@@ -99,7 +99,7 @@ class PendingCall:
         """One result a part, in order, or one a process for a call without parts. RunFailed: not all came in time."""
         return self._results
 
-    def found(self, seconds: float) -> list[Any]:
+    def poll(self, seconds: float) -> list[Any]:
         """The same for processes that do not wait for each other: `Unanswered` for a result that is not there after
         that time, which a later call may return, and EngineLost for that of an engine that is gone."""
         return self.wait()
@@ -309,6 +309,8 @@ class Launcher(ABC):
 
 
 class InProcessLauncher(Launcher):
+    """Builds roles in this process."""
+
     def __init__(self, host: RoleHost):
         self.host = host
         self.device, self.world, self.stop = host.device, host.world, host.stop

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trimtab.distributed.launcher import HOST, Group, InProcessLauncher, Launcher, PendingCall, Processes, RoleHost
+from trimtab.distributed.launcher import HOST, Group, InProcessLauncher, PendingCall, Processes, RoleHost
 from trimtab.distributed.process_group import World, abort_reason, new_group, reinit_process_group
 from trimtab.distributed.serialization import Serializer
 from trimtab.distributed.supervision import pulse
@@ -200,12 +200,11 @@ class RpcGroup(Group):
         return True
 
 
-class LocalProcessLauncher(Launcher):
+class LocalProcessLauncher(InProcessLauncher):
     """Made in every process of a world; the first one runs the loop, the others `serve`."""
 
     def __init__(self, host: RoleHost, records: Sequence[type]):
-        self.host = host
-        self.device, self.world, self.stop = host.device, host.world, host.stop
+        super().__init__(host)
         self._hub = RpcHub(host.world, host.roles, (*records, Processes))
 
     def _hosts(self, options: Any) -> tuple[Group, Iterable[str]]:
@@ -228,11 +227,8 @@ class LocalProcessLauncher(Launcher):
     def hang_up(self) -> None:
         self._hub.hang_up()
 
-    def close(self) -> None:
-        self.host.close()
 
-
-def launcher_of(host: RoleHost, records: Sequence[type] = ()) -> InProcessLauncher | LocalProcessLauncher:
+def launcher_of(host: RoleHost, records: Sequence[type] = ()) -> InProcessLauncher:
     """The launcher that fits how this process was started. `records`: dataclasses and exceptions in calls and
     results."""
     return InProcessLauncher(host) if host.world.size == 1 else LocalProcessLauncher(host, records)

@@ -165,15 +165,21 @@ class TransferChannel:
             self._barrier()
         self._shared = _shared_bucket(self.store, rank, self.device, self.buckets) if self.way == SHARED else None
 
-    def send(self, packed: Tensor) -> None:
-        """One bucket of `pack_buckets`."""
+    def transfer(self, packed: Tensor) -> None:
+        """One bucket of `pack_buckets`, from the sender into the receivers' tensors."""
         with pulse.waiting():
             if self._shared is None:
                 self.group.broadcast(packed, 0).wait()
                 return
-            self._shared[: len(packed)].copy_(packed)
-            torch.accelerator.synchronize()
-            self._barrier()  # it is there
+            shared = self._shared[: len(packed)]
+            if self.rank == 0:
+                shared.copy_(packed)
+                torch.accelerator.synchronize()
+                self._barrier()  # it is there
+            else:
+                self._barrier()
+                packed.copy_(shared)
+                torch.accelerator.synchronize()
             self._barrier()  # it was taken
 
     @contextlib.contextmanager
@@ -190,21 +196,11 @@ class TransferChannel:
             packed = torch.zeros(_size(bucket), dtype=torch.uint8, device=self.device)
             if not failures:
                 try:
-                    self._receive(packed)
+                    self.transfer(packed)
                 except RuntimeError as error:
                     failures.append(error)
                     packed.zero_()
             yield from unpack_bucket(packed, bucket)
-
-    def _receive(self, packed: Tensor) -> None:
-        with pulse.waiting():
-            if self._shared is None:
-                self.group.broadcast(packed, 0).wait()
-                return
-            self._barrier()
-            packed.copy_(self._shared[: len(packed)])
-            torch.accelerator.synchronize()
-            self._barrier()
 
     def close(self) -> None:
         self._shared = None
@@ -269,7 +265,7 @@ class TransferSender:
                 pulse.move()
                 continue
             try:
-                self._channel.send(packed)
+                self._channel.transfer(packed)
             except RuntimeError as error:
                 failure = error
                 self.close()  # so that the other receivers wait no longer

@@ -81,16 +81,16 @@ class Found(PendingCall):
 
     late: int | None = None
 
-    def found(self, seconds: float) -> list[Any]:
+    def poll(self, seconds: float) -> list[Any]:
         found, late = super().wait(seconds), self.late
         self.late = None
         return [Unanswered() if part == late else told for part, told in enumerate(found)]
 
     def wait(self, seconds: float | None = None) -> list[Any]:
-        for result in self.found(0):
+        for result in self.poll(0):
             if isinstance(result, EngineLost):
                 raise result
-        return self.found(0)
+        return self.poll(0)
 
 
 class SeveralWorkers(Group):

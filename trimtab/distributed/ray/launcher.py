@@ -73,7 +73,7 @@ class RayCall(PendingCall):
             raise RunFailed(f"{self.name}: {late} has not answered for {seconds} s")
         return self._reported()
 
-    def found(self, seconds: float) -> list[Any]:
+    def poll(self, seconds: float) -> list[Any]:
         deadline = time.monotonic() + seconds
         while waiting := [(member, call) for member, call in self._calls if member.rank not in self._by_rank]:
             try:

@@ -161,7 +161,7 @@ class AsyncClient:
         return news
 
     def _hear(self, collecting: PendingCall, seconds: float) -> EngineLost | None:
-        found = collecting.found(seconds)
+        found = collecting.poll(seconds)
         for part, own in enumerate(found):
             if part not in self._heard and not isinstance(own, Unanswered | EngineLost):
                 self._news.add(part, own)
@@ -183,7 +183,7 @@ class AsyncClient:
         if self.remote:
             if self._pausing is None:
                 self._pausing = self.workers.start("pause", drained=drained, seconds=TOGETHER)
-            found = self._pausing.found(TOGETHER + LATE)
+            found = self._pausing.poll(TOGETHER + LATE)
             if _missing(found):
                 return False
             self._pausing = None
@@ -285,7 +285,7 @@ class AsyncClient:
 
     def _found(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         call = self.workers.start(method, parts, **shared)
-        while _missing(found := call.found(LATE)):
+        while _missing(found := call.poll(LATE)):
             self.watchdog.check(self.waits)
         return found
 
@@ -293,7 +293,7 @@ class AsyncClient:
         """One result a part; None for a worker in its own process that has not answered after so many seconds."""
         if not self.remote:
             return self.workers.first_of_each_part(self.workers.call(method))
-        found = self.workers.start(method).found(seconds)
+        found = self.workers.start(method).poll(seconds)
         return [None if isinstance(own, Unanswered | EngineLost) else own for own in found]
 
 
