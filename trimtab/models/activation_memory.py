@@ -1,13 +1,18 @@
-"""Gradient checkpointing: layers that compute again in the backward pass what their forward pass did not keep.
+"""The memory of activations: gradient checkpointing, and activation offload to main memory.
 
-A layer that recomputes keeps its input, and of what it computes what is asked for:
+A layer with gradient checkpointing keeps its input, and of what it computes what --gradient_checkpointing_keep names:
 
-    nothing    everything is computed again
-    attention  not what attention's kernel gave
-    products   not what attention's kernel and the matrix products gave: norms, rotations and activations only
+    nothing    the backward pass computes everything again
+    attention  all but the output of attention's kernel
+    products   all but the outputs of attention's kernel and of matrix products: norms, rotations and activations only
 
 Gradients are the same, bit for bit. Attention that runs without a kernel of its own (with a soft cap, say) is made of
 products.
+
+With --offload_activations, what autograd itself keeps for the backward pass goes to main memory: with gradient
+checkpointing the input of every layer. Left on the device are weights, which are not copied for being used, and small
+tensors. On an accelerator copies go on a stream of their own, out while the next layer works, and back one layer ahead
+of the backward pass. On a CPU they are plain copies, for tests.
 """
 
 import contextlib
@@ -34,6 +39,7 @@ ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
+SMALL = 2**20  # bytes of a tensor that is not worth the way
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
@@ -52,7 +58,7 @@ def enable_gradient_checkpointing(module: "PackedModel", options: BackwardOption
     if reentrant:
         module.inner.enable_input_require_grads()  # a frozen embedding would cut the reentrant graph
     number = options.gradient_checkpointing_layers
-    if isinstance(number, int):  # auto, where nobody has planned: all
+    if isinstance(number, int):  # auto without a plan: all
         set_checkpointed_layers(module.inner, number)
 
 
@@ -64,7 +70,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def set_checkpointed_layers(model: nn.Module, number: int) -> None:
-    """Have so many of the layers recompute; all were asked to."""
+    """Have this many of the layers recompute, evenly spread; all do so far."""
     layers = layers_of(model)
     if number > len(layers):
         name = type(model).__name__
@@ -81,17 +87,6 @@ def _operators(names: tuple[str, ...]) -> set[Any]:
     return {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
 
 
-# ---- What a forward pass keeps for its backward pass, in main memory instead of the accelerator's
-# (--offload_activations). Only what autograd itself is given to keep goes there: with gradient checkpointing the
-# input of every layer. What layers compute inside is computed again, where it is needed. Left here are weights,
-# which are not copied for being used, and small tensors, which are not worth the way. On an accelerator copies
-# go on a stream of their own, out while the next layer works, and back one layer ahead of the backward pass. On
-# a CPU they are plain copies, of use to nobody but a test.
-
-
-SMALL = 2**20  # bytes
-
-
 class ActivationOffload:
     def __init__(self, module: nn.Module, small: int = SMALL):
         self._module, self._small = [module], small  # in a list: not a part of the module
@@ -99,36 +94,32 @@ class ActivationOffload:
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
-        """Inside, what is kept for a backward pass goes away; it is brought back when that pass asks for it."""
+        """Inside, what autograd keeps is offloaded; it is brought back when the backward pass asks for it."""
         weights = {local(p).untyped_storage()._cdata for p in self._module[0].parameters()}
-        newest: list[OffloadedTensor] = []
+        newest: OffloadedTensor | None = None
 
         def keep(tensor: Tensor) -> "Tensor | OffloadedTensor":
+            nonlocal newest
             if tensor.nbytes < self._small or tensor.untyped_storage()._cdata in weights:
                 return tensor
-            kept = self._send_away(tensor, newest.pop() if newest else None)
-            newest.append(kept)
-            return kept
+            newest = self._send_away(tensor, newest)
+            return newest
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, _bring_back):
+        def bring_back(kept: "Tensor | OffloadedTensor") -> Tensor:
+            return kept if isinstance(kept, Tensor) else kept.back()
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, bring_back):
             yield
 
     def _send_away(self, tensor: Tensor, before: "OffloadedTensor | None") -> "OffloadedTensor":
-        return OffloadedTensor(tensor, self._stream_of(tensor.device), before)
-
-    def _stream_of(self, device: torch.device) -> Any:
-        if device.type == "cpu":
-            return None
-        if self._stream is None:
-            self._stream = torch.Stream(device=device)
-        return self._stream
+        if self._stream is None and tensor.device.type != "cpu":
+            self._stream = torch.Stream(device=tensor.device)
+        return OffloadedTensor(tensor, None if tensor.device.type == "cpu" else self._stream, before)
 
 
 class OffloadedTensor:
-    """A tensor that is away."""
-
     def __init__(self, tensor: Tensor, stream: Any, before: "OffloadedTensor | None"):
-        """`before`: what was kept before it, and will be asked for after it."""
+        """`before`: what was offloaded before it, and will be asked for after it."""
         self.device, self.stream, self.before = tensor.device, stream, before
         self._back: Tensor | None = None
         self._away = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None, requires_grad=False)
@@ -138,28 +129,24 @@ class OffloadedTensor:
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
             self._away.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory is not given to another before it is copied
+        tensor.record_stream(stream)  # its memory is not reused before it is copied
 
     def send_back(self) -> None:
-        """On its way; it is not there before the stream has come so far."""
+        """Start the copy back; it is complete when the stream has come so far."""
         if self._back is None:
             with self.stream or contextlib.nullcontext():
                 self._back = torch.empty_like(self._away, device=self.device)
                 self._back.copy_(self._away, non_blocking=True)
 
     def back(self) -> Tensor:
+        """The tensor on its device; the copy of the one before it starts."""
         self.send_back()
-        found = self._back
+        found, self._back = self._back, None  # the caller holds it
         assert found is not None
         if self.stream is not None:
             here = torch.accelerator.current_stream(self.device)
             here.wait_stream(self.stream)
             found.record_stream(here)
-        self._back = None  # whoever asked for it holds it
         if self.before is not None:
             self.before.send_back()
         return found
-
-
-def _bring_back(kept: "Tensor | OffloadedTensor") -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.back()

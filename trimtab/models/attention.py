@@ -325,8 +325,11 @@ class PaddedBlock:
         real = np.zeros(slots.shape, dtype=bool)
         for i, filled in enumerate(rows):
             slots[i, : len(filled)], real[i, : len(filled)] = filled, True
-        index = (slots.ravel(), np.flatnonzero(real), np.concatenate(rows))
-        return cls(len(rows), *(torch.from_numpy(x).to(device, non_blocking=True) for x in index), repeats)
+        slots_, real_, rows_ = (
+            torch.from_numpy(x).to(device, non_blocking=True)
+            for x in (slots.ravel(), np.flatnonzero(real), np.concatenate(rows))
+        )
+        return cls(len(rows), slots_, real_, rows_, repeats)
 
     def gather(self, x: Tensor) -> Tensor:
         """[size, length, ...]"""

@@ -1,4 +1,4 @@
-"""Low-rank adapters through PEFT."""
+"""Low-rank adapters through PEFT: add them, draw them for a sharded model, switch them off, take them out."""
 
 import contextlib
 import copy
@@ -6,29 +6,38 @@ import re
 from collections.abc import Iterator
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from peft.tuners.lora import Linear
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from trimtab.config.groups import LoraOptions
 from trimtab.distributed.fsdp import keep_part
 from trimtab.errors import UserError
-from trimtab.models.pretrained import first_line
+from trimtab.models.folder import first_line
 
 ALL_LINEAR = "all-linear"
+LAYER = "layer"
 
 
 def add_adapters(model: nn.Module, options: LoraOptions, task_type: str = "CAUSAL_LM") -> nn.Module:
     """The model with fresh adapters; everything else is frozen, but for a reward head (`SEQ_CLS`)."""
-    from peft import LoraConfig, get_peft_model
-
     targets = list(map(str, options.target_modules))
     unlike = [name for name, module in model.named_modules() if not _is_like_linear(module)]
-    linear = _linear_names(model, unlike)  # before PEFT adapts any of them, should it fail half-way
+    # Before PEFT adapts any of them, should it fail half-way.
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    linear = _last_parts(name for name in layers if name not in unlike)
     asked = f"--target_modules {' '.join(targets)}"
-    if refused := [name for name in unlike if _is_named(name, targets)]:
-        kind = type(model.get_submodule(refused[0])).__name__
-        raise UserError(f"{asked}: {refused[0]} is a {kind}, to which no adapter fits; give others of {_words(linear)}")
+
+    def is_named(name: str) -> bool:
+        return any(name == target or name.endswith(f".{target}") for target in targets)
+
+    if refused := [name for name in unlike if is_named(name)]:
+        kind, others = type(model.get_submodule(refused[0])).__name__, ", ".join(linear)
+        raise UserError(f"{asked}: {refused[0]} is a {kind}, to which no adapter fits; give others of {others}")
     config = LoraConfig(
         task_type=task_type,
         r=options.lora_rank,
@@ -38,11 +47,12 @@ def add_adapters(model: nn.Module, options: LoraOptions, task_type: str = "CAUSA
         exclude_modules=unlike or None,
     )
     try:
-        # Adapters keep the working weights' dtype; their fp32 copies belong to the optimiser.
+        # Adapters keep the working weights' dtype; their fp32 copies belong to the optimizer.
         return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
-        if targets != [ALL_LINEAR] and not any(_is_named(name, targets) for name, _ in model.named_modules()):
-            raise UserError(f"{asked}: no such layers in this model; its linear layers are {_words(linear)}") from error
+        if targets != [ALL_LINEAR] and not any(is_named(name) for name, _ in model.named_modules()):
+            known = ", ".join(linear)
+            raise UserError(f"{asked}: no such layers in this model; its linear layers are {known}") from error
         # "[PEFT:...] Module 'out_proj' is incompatible with ... . Please ...": the sentence that says what is wrong.
         reason = re.sub(r"^\[.*?\] *", "", first_line(error)).split(". ")[0]
         working = [name for name in linear if not re.search(rf"\b{re.escape(name)}\b", str(error))]
@@ -56,53 +66,61 @@ def _is_like_linear(module: nn.Module) -> bool:
     of_a_model = type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
     if not (of_a_model and isinstance(module, nn.Linear)):
         return True
-    hollow = copy.copy(module)
-    hollow._parameters = {name: p if p is None else p.to("meta") for name, p in module._parameters.items()}
+    fake = copy.copy(module)
+    fake._parameters = {name: p if p is None else p.to("meta") for name, p in module._parameters.items()}
     try:
-        found = hollow.forward(torch.empty(1, 3, module.in_features, dtype=module.weight.dtype, device="meta"))
+        found = fake.forward(torch.empty(1, 3, module.in_features, dtype=module.weight.dtype, device="meta"))
     except (RuntimeError, TypeError, ValueError, IndexError):
         return False
     return isinstance(found, Tensor) and found.shape == (1, 3, module.out_features)
 
 
-def _linear_names(model: nn.Module, unlike: list[str]) -> list[str]:
-    """Of the layers that adapters fit, as --target_modules takes them."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
-    return sorted({name.rsplit(".", 1)[-1] for name in found if name not in unlike})
-
-
-def _is_named(name: str, targets: list[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
-def _words(names: list[str]) -> str:
-    return ", ".join(names)
+def _last_parts(names: Iterator[str]) -> list[str]:
+    """Names of layers as --target_modules takes them."""
+    return sorted({name.rsplit(".", 1)[-1] for name in names})
 
 
 def refuse_adapted_experts(model: nn.Module) -> None:
     """PEFT adapts the stacked weights of experts by a product as large as they are, made of whole weights."""
-    from peft.tuners.lora.layer import ParamWrapper
-
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
-        linear = sorted({name.rsplit(".", 1)[-1] for name in _adapted_linear(model)})
+        linear = _last_parts(name for name, module in model.named_modules() if isinstance(module, Linear))
         raise UserError(
             "--target_modules all-linear: adapters of experts cannot be split over processes; name the other layers: "
             f"--target_modules {' '.join(linear)}"
         )
 
 
-def _adapted_linear(model: nn.Module) -> list[str]:
-    from peft.tuners.lora import Linear
+def fill_adapters(model: nn.Module, random_state: Tensor) -> Tensor:
+    """Draw the adapters of a sharded model, alike in any number of processes; the random state behind the draws.
 
-    return [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    PEFT draws the whole of every adapter from the global random stream as it adds it. This draws the same, layer by
+    layer and from the same place of the stream (`random_state`: of the CPU, before the adapters were added), and each
+    process keeps its part: no process holds more than one layer's.
+    """
+    config = copy.copy(model.peft_config["default"])
+    config.target_modules, config.modules_to_save = [LAYER], None
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.set_rng_state(random_state)
+        for layer in model.modules():
+            if not isinstance(layer, BaseTunerLayer):
+                continue
+            base = layer.get_base_layer()
+            hollow = copy.copy(base)  # whose own weights take no memory
+            hollow._parameters = {
+                name: p if p is None else nn.Parameter(torch.zeros(()).expand(p.shape), False)
+                for name, p in base._parameters.items()
+            }
+            adapted = inject_adapter_in_model(config, nn.ModuleDict({LAYER: hollow}))[LAYER]
+            drawn = dict(adapted.named_parameters())
+            for name, parameter in layer.named_parameters():
+                if parameter.requires_grad:
+                    keep_part(drawn[name], parameter)
+        return torch.get_rng_state()
 
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The base model inside. PEFT's own switch also freezes the adapters, which a split model would remember."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    """The base model inside. PEFT's own switch also freezes the adapters, which a sharded model would remember."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
@@ -114,46 +132,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = state
 
 
-# ---- What adapters begin with, for a model whose parts are filled in one by one. PEFT draws the whole of every
-# adapter from the global random stream as it puts it in. The same is drawn here again, layer by layer and from
-# the same place of the stream, and each process keeps its part: so adapters begin alike in any number of
-# processes, and no process holds more than one layer's.
-
-
-LAYER = "layer"
-
-
-def fill_adapters(model: nn.Module, random_state: Tensor) -> Tensor:
-    """`random_state`: of the CPU, before the adapters were put into the model. Gives the one behind what was drawn."""
-    config = copy.copy(model.peft_config["default"])
-    config.target_modules, config.modules_to_save = [LAYER], None
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.set_rng_state(random_state)
-        for layer in model.modules():
-            if isinstance(layer, BaseTunerLayer):
-                drawn = dict(_fresh(layer.get_base_layer(), config).named_parameters())
-                for name, parameter in layer.named_parameters():
-                    if parameter.requires_grad:
-                        keep_part(drawn[name], parameter)
-        return torch.get_rng_state()
-
-
-def _fresh(base: nn.Module, config: LoraConfig) -> nn.Module:
-    """The adapted layer that PEFT makes of one like `base`, whose own weights take no memory."""
-    hollow = copy.copy(base)
-    hollow._parameters = {
-        name: parameter if parameter is None else nn.Parameter(torch.zeros(()).expand(parameter.shape), False)
-        for name, parameter in base._parameters.items()
-    }
-    return inject_adapter_in_model(config, nn.ModuleDict({LAYER: hollow}))[LAYER]
-
-
 @contextlib.contextmanager
 def adapters_aside(model: nn.Module) -> Iterator[None]:
     """Inside, the model's modules have the names and places that they have without adapters."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper
-
     replaced = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face folder that every other tool loads; with LoRA, the adapter."""
+"""Write a model as a Hugging Face folder that every other tool loads, with LoRA its adapter; and merge an adapter."""
 
 import json
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+from torch import Tensor
 
 from trimtab.distributed.fsdp import split_again, whole
 from trimtab.distributed.mesh import Mesh
@@ -33,19 +34,23 @@ WEIGHTS = ("adapter_*", "model*.safetensors", "*.safetensors.index.json", "pytor
 
 
 def save_model(model: PackedModel, tokenizer, folder: Path, *, mesh: Mesh | None = None, bf16: bool = False) -> None:
-    """Every process takes part where the model is split; the first one writes what is not weights. A model that is not
-    split may be without a tokenizer."""
+    """Write a model's weights, or its adapters, with its tokenizer. Where the model is sharded every process takes
+    part, and the first one writes what is not weights. A model that is not sharded may be without a tokenizer."""
     mesh = mesh or Mesh()
-    if mesh.size == 1:
-        _write(model, tokenizer, folder, model.model.save_pretrained)
-    elif hasattr(model.model, "peft_config"):
-        _save_split_adapters(model, tokenizer, folder, mesh, bf16)
-    else:
-        _save_split(model, tokenizer, folder, mesh, bf16)
+    head = getattr(model.config, "value_head_prefix", HEAD)
+    write: Callable[[Path], object] = model.model.save_pretrained
+    if mesh.size > 1:
+        if not hasattr(model.model, "peft_config"):
+            _save_sharded(model, tokenizer, folder, mesh, bf16, head)
+            return
+        write = partial(write, state_dict=_whole_adapters(model, mesh, bf16))
+    if mesh.leads:
+        others = [] if tokenizer is None else [tokenizer.save_pretrained]
+        write_folder(folder, write, *others, lambda beside: rename_head(beside, HEAD, head))
 
 
-def _save_split(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16: bool) -> None:
-    weights = ShardedWriter(model, mesh, bf16=bf16, head=_head_name(model))
+def _save_sharded(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16: bool, head: str) -> None:
+    weights = ShardedWriter(model, mesh, bf16=bf16, head=head)
     if not mesh.leads:
         weights.write(None)
         return
@@ -64,8 +69,8 @@ def _save_split(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16: b
             weights.write(None)  # the others wait for a place
 
 
-def _save_split_adapters(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16: bool) -> None:
-    """Beside adapters, PEFT stores embeddings and heads that have some."""
+def _whole_adapters(model: PackedModel, mesh: Mesh, bf16: bool) -> dict[str, Tensor]:
+    """Gathered for the first process. Beside adapters, PEFT stores embeddings and heads that have some."""
     split_again(model)
     targets = model.model.peft_config["default"].target_modules
     stored = ["lora_", "modules_to_save", *(name for name in ("embed_tokens", "lm_head") if name in targets)]
@@ -75,18 +80,7 @@ def _save_split_adapters(model: PackedModel, tokenizer, folder: Path, mesh: Mesh
             tensor = whole(tensor)
             if mesh.leads:
                 weights[name] = (tensor.bfloat16() if bf16 and tensor.is_floating_point() else tensor).cpu()
-    if mesh.leads:
-        _write(model, tokenizer, folder, partial(model.model.save_pretrained, state_dict=weights))
-
-
-def _write(model: PackedModel, tokenizer, folder: Path, write: Callable[[Path], object]) -> None:
-    head = _head_name(model)
-    others = [] if tokenizer is None else [tokenizer.save_pretrained]
-    write_folder(folder, write, *others, lambda beside: rename_head(beside, HEAD, head))
-
-
-def _head_name(model: PackedModel) -> str:
-    return getattr(model.config, "value_head_prefix", HEAD)
+    return weights
 
 
 def write_folder(folder: Path, *writers: Callable[[Path], object]) -> None:
@@ -111,9 +105,6 @@ def write_folder(folder: Path, *writers: Callable[[Path], object]) -> None:
             move(path, folder / path.name)
         if not marked:
             mark_finished(folder)
-
-
-# ---- Merge a LoRA adapter into its base model and write the result as a Hugging Face folder.
 
 
 def merge_adapter(

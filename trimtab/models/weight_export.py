@@ -1,12 +1,17 @@
-"""The tensors of a model under the names that Hugging Face's files have, one group after another.
+"""A model's weights under the names that Hugging Face's files have, tensor after tensor, to be saved or sent.
 
-Most are stored as they are. Kinds of models that are stored in another form (Mixtral's experts) are turned back layer
-by layer, as Hugging Face does. Of a model that is split, every process must ask for the same tensors in the same order.
+    HFWeights       every tensor once; a head that is tied comes as the embedding
+    MergedWeights   the same of a model with adapters, each added to what it adapts
+    AdapterWeights  the adapters alone, as PEFT names them, for an engine that holds the base model
+
+Most tensors are stored as they are. Families that are stored in another form (Mixtral's experts) are converted back
+layer by layer, as Hugging Face does. Of a sharded model each tensor is gathered when its turn comes and freed when the
+next one's does; no process holds all. Every process must ask for the same tensors in the same order.
 """
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,16 +23,18 @@ from trimtab.models.policy import Policy
 from trimtab.models.reward import HEAD, renamed
 
 Group = tuple[list[str], dict[str, Tensor]]
-"""Names of tensors that are turned back together, and what becomes of them: on meta, in the order of the file."""
+"""Names of tensors that are converted together, and what becomes of them: fake tensors in the order of the file."""
+ADAPTER = "default"  # PEFT's name of the only one
 
 
 class HFWeights:
     def __init__(self, model: nn.Module, *, bf16: bool, head: str = HEAD):
-        """`head`: what a score head is to be called."""
+        """`head`: the name of a score head in the files."""
         self.model, self.bf16, self.head = model, bf16, head
-        self.state = self.tensors()
+        self.state = self.state_dict()
+        self.groups = list(self._groups())
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """What is stored: each tensor once, and nothing that the model says is not stored."""
         tied = [
             target
@@ -37,12 +44,6 @@ class HFWeights:
         left_out = {*tied, *(self.model._keys_to_ignore_on_save or ())}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in left_out}
 
-    def groups(self) -> Iterator[Group]:
-        for names in self._groups():
-            shapes = {name: self.state[name] for name in names}
-            hollow = {name: torch.empty(t.shape, dtype=self.dtype(t), device="meta") for name, t in shapes.items()}
-            yield names, self.to_hf(hollow)
-
     def gathered(self, name: str) -> Tensor:
         tensor = whole(self.state[name])
         return tensor.to(self.dtype(tensor))
@@ -50,22 +51,31 @@ class HFWeights:
     def dtype(self, tensor: Tensor) -> torch.dtype:
         return torch.bfloat16 if self.bf16 and tensor.is_floating_point() else tensor.dtype
 
+    def read(self, group: Group, take: Callable[[Tensor], Tensor | None] = lambda tensor: tensor) -> dict[str, Tensor]:
+        """Gather a group and convert it. `take`: what is kept of each tensor; None: nothing."""
+        names, after = group
+        kept = {name: tensor for name in names if (tensor := take(self.gathered(name))) is not None}
+        if len(kept) < len(names):
+            return {}
+        return dict(zip(after, kept.values())) if len(names) == len(after) == 1 else self.to_hf(kept)
+
     def to_hf(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
         return {renamed(name, HEAD, self.head): t for name, t in revert_weight_conversion(self.model, tensors).items()}
 
-    def _groups(self) -> list[list[str]]:
-        if not self._is_converted():
-            return [[name] for name in self.state]
-        groups: dict[str, list[str]] = {}
+    def _groups(self) -> Iterator[Group]:
+        converted, groups = self._is_converted(), dict[str, list[str]]()
         for name in self.state:
-            layer = re.match(r".*?\.\d+\.", name)
+            layer = re.match(r".*?\.\d+\.", name) if converted else None
             groups.setdefault(layer[0] if layer else name, []).append(name)
-        return list(groups.values())
+        for names in groups.values():
+            shapes = {name: self.state[name] for name in names}
+            fake = {name: torch.empty(t.shape, dtype=self.dtype(t), device="meta") for name, t in shapes.items()}
+            yield names, self.to_hf(fake)
 
     def _is_converted(self) -> bool:
-        """Whether turning back makes other tensors, and not only other names."""
+        """Whether other tensors are stored, and not only other names."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
@@ -75,71 +85,10 @@ class HFWeights:
         return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
 
-# ---- A policy's weights as another engine takes them: under the names of Hugging Face files, tensor after tensor.
-# whole every parameter, frozen ones too; a head that is tied comes once, as the embedding merged the same of a
-# policy with adapters, each added to what it adapts adapters the adapters alone, as PEFT names them, for an
-# engine that holds the model under them Of a split policy each tensor is gathered when its turn comes and let go
-# when the next one's does; no process holds all.
-
-
-ADAPTER = "default"  # PEFT's name of the only one
-
-
-class WeightExport:
-    def __init__(self, policy: Policy, *, bf16: bool, adapters: bool = False):
-        """`adapters`: hand over these alone, instead of merged into the rest."""
-        self.policy, self.bf16 = policy, bf16
-        self.adapted = hasattr(policy.model, "peft_config")
-        self.adapters = adapters and self.adapted
-        # Of a policy that is gathered the parameters are other objects, and perhaps old ones.
-        split_again(policy)
-        if self.adapters:
-            return
-        self.stored = (MergedWeights if self.adapted else HFWeights)(policy.inner, bf16=bf16)
-        self._groups = list(self.stored.groups())
-
-    def described(self) -> list[TensorSpec]:
-        """Names, types and shapes, in the order in which they come."""
-        if self.adapters:
-            named = self._adapters().items()
-            return tensor_specs((name, torch.empty(t.shape, dtype=self._dtype(t), device="meta")) for name, t in named)
-        return tensor_specs((name, tensor) for _, after in self._groups for name, tensor in after.items())
-
-    @torch.no_grad()
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every process must take them all."""
-        split_again(self.policy)
-        if self.adapters:
-            for name, tensor in self._adapters().items():
-                yield name, whole(tensor).to(self._dtype(tensor))
-            return
-        self.stored.state = self.stored.tensors()
-        for names, after in self._groups:
-            gathered = {name: self.stored.gathered(name) for name in names}
-            if len(names) > 1 or len(after) > 1:
-                gathered = self.stored.to_hf(gathered)
-            else:
-                gathered = dict(zip(after, gathered.values()))
-            for name in after:
-                yield name, gathered.pop(name)
-
-    def adapter_config(self) -> dict[str, Any]:
-        """What PEFT writes beside adapters, in plain values."""
-        config = self.policy.model.peft_config[ADAPTER].to_dict()
-        return json.loads(json.dumps(config, default=lambda v: sorted(v) if isinstance(v, set) else str(v)))
-
-    def _adapters(self) -> dict[str, Tensor]:
-        named = self.policy.inner.named_parameters()
-        return {f"base_model.model.{_as_stored(name)}": tensor for name, tensor in named if ".lora_" in name}
-
-    def _dtype(self, tensor: Tensor) -> torch.dtype:
-        return torch.bfloat16 if self.bf16 else tensor.dtype
-
-
 class MergedWeights(HFWeights):
-    """Of a model with adapters inside: what it would be without them if it answered the same."""
+    """Of a model with adapters inside: the weights of a model without them that answers the same."""
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         self._layers: dict[str, nn.Module] = {}
         found: dict[str, Tensor] = {}
         for name, tensor in self.model.named_parameters():  # a tied one once
@@ -153,23 +102,61 @@ class MergedWeights(HFWeights):
 
     def gathered(self, name: str) -> Tensor:
         tensor = super().gathered(name)
-        layer = self._layers.get(name)
+        layer: Any = self._layers.get(name)
         if layer is None:
             return tensor
-        merged = tensor.float() + self._added(layer).to(tensor.device)
-        return merged.to(tensor.dtype)
-
-    def _added(self, layer: Any) -> Tensor:
-        """By the adapter, in fp32: scale x B A."""
         if ADAPTER in layer.lora_embedding_A:
-            down, up, turned = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER], True
+            down, up, transposed = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER], True
         else:
             down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-            turned = getattr(layer, "fan_in_fan_out", False)
+            transposed = getattr(layer, "fan_in_fan_out", False)
         down, up = (whole(t).to(self.dtype(t)).float() for t in (down, up))
         added = layer.scaling[ADAPTER] * (up @ down)
-        return added.T if turned else added
+        merged = tensor.float() + (added.T if transposed else added).to(tensor.device)
+        return merged.to(tensor.dtype)
 
 
-def _as_stored(name: str) -> str:
-    return name.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")
+class AdapterWeights(HFWeights):
+    def state_dict(self) -> dict[str, Tensor]:
+        named = {name: t for name, t in self.model.named_parameters() if ".lora_" in name}
+        plain = (name.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}") for name in named)
+        return dict(zip((f"base_model.model.{name}" for name in plain), named.values()))
+
+    def to_hf(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors
+
+    def _is_converted(self) -> bool:
+        return False
+
+
+class WeightExport:
+    """A policy's weights for another engine."""
+
+    def __init__(self, policy: Policy, *, bf16: bool, adapters: bool = False):
+        """`adapters`: send these alone, instead of merged into the rest."""
+        self.policy = policy
+        adapted = hasattr(policy.model, "peft_config")
+        self.adapters = adapters and adapted
+        # Of a policy that is gathered the parameters are other objects, and perhaps old ones.
+        split_again(policy)
+        kind = AdapterWeights if self.adapters else MergedWeights if adapted else HFWeights
+        self.stored = kind(policy.inner, bf16=bf16)
+
+    def described(self) -> list[TensorSpec]:
+        """Names, types and shapes, in the order in which they come."""
+        return tensor_specs((name, tensor) for _, after in self.stored.groups for name, tensor in after.items())
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every process must take them all."""
+        split_again(self.policy)
+        self.stored.state = self.stored.state_dict()
+        for group in self.stored.groups:
+            found = self.stored.read(group)
+            for name in group[1]:
+                yield name, found.pop(name)
+
+    def adapter_config(self) -> dict[str, Any]:
+        """What PEFT writes beside adapters, in plain values."""
+        config = self.policy.model.peft_config[ADAPTER].to_dict()
+        return json.loads(json.dumps(config, default=lambda v: sorted(v) if isinstance(v, set) else str(v)))

@@ -191,9 +191,9 @@ def _strips(pieces: list[Piece], window: int | None, device: torch.device) -> li
 def _varlen(pieces: list[Piece], window: int | None, device: torch.device) -> PackedRow:
     """The same pieces for the kernel that takes sequences of any length."""
     lengths, counts = [piece.length for piece in pieces], [piece.keys(window) for piece in pieces]
-    key_rows = torch.from_numpy(np.concatenate([piece.key_rows(window) for piece in pieces]))
-    starts = [cumulative(lengths), cumulative(counts), key_rows]
-    return PackedRow(*(tensor.to(device) for tensor in starts), tokens=sum(lengths), longest=max(counts))
+    rows = torch.from_numpy(np.concatenate([piece.key_rows(window) for piece in pieces]))
+    query_starts, key_starts, key_rows = (x.to(device) for x in (cumulative(lengths), cumulative(counts), rows))
+    return PackedRow(query_starts, key_starts, key_rows, tokens=sum(lengths), longest=max(counts))
 
 
 class ContextRow:

@@ -1,7 +1,12 @@
-"""A safetensors file that is written tensor by tensor: shapes are known beforehand, contents come one after another."""
+"""Write a sharded model as a Hugging Face folder that no process holds whole.
+
+Tensors are gathered one after another, every process taking part, and written by the process that the file belongs to;
+the others free them. Files have at most FILE_BYTES and are dealt out in turn to the processes that see the folder, so a
+small model is one file of the first process, and all processes write a large one.
+"""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +18,11 @@ from trimtab.distributed.fsdp import split_again
 from trimtab.distributed.mesh import Mesh
 from trimtab.files import flush
 from trimtab.models.packed import PackedModel
+from trimtab.models.pretrained import INDEX, SINGLE
 from trimtab.models.weight_export import Group, HFWeights
 
-NAMES = {
+FILE_BYTES = 2 * 10**9
+DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
     **{torch.uint8: "U8", torch.bool: "BOOL"},
@@ -23,13 +30,15 @@ NAMES = {
 
 
 class SafetensorsWriter:
+    """A safetensors file that is written tensor by tensor: shapes are known beforehand, contents come one by one."""
+
     def __init__(self, path: Path, tensors: dict[str, Tensor]):
         """`tensors`: what will be written, in this order; they need no contents."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, tensor in tensors.items():
             start, end = end, end + tensor.nbytes
-            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._expected = list(tensors)
@@ -55,19 +64,9 @@ class SafetensorsWriter:
             self._file.close()
 
 
-# ---- Write a split model as a Hugging Face folder that no process holds whole. Tensors are gathered one after
-# another, every process taking part, and written by the process that the file belongs to; the others let go of
-# them. Files have at most FILE_BYTES and are dealt out in turn to those that see the folder, so a small model is
-# one file of the first process, and a large one is written by all. Kinds of models that are stored in another
-# form (Mixtral's experts) are gathered layer by layer, and turned back as Hugging Face does.
-
-
-FILE_BYTES = 2 * 10**9
-
-
 class ShardedWriter:
     def __init__(self, model: PackedModel, mesh: Mesh, *, bf16: bool, head: str):
-        """`head`: what a score head is to be called."""
+        """`head`: the name of a score head in the files."""
         split_again(model)
         self.model, self.mesh = model.inner, mesh
         self.stored = HFWeights(model.inner, bf16=bf16, head=head)
@@ -75,11 +74,11 @@ class ShardedWriter:
         count = len(self.files)
         self.names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         if count == 1:
-            self.names = ["model.safetensors"]
+            self.names = [SINGLE]
 
     def write(self, folder: Path | None) -> None:
-        """Every process must ask, and each raises what went wrong with the disk of any. `folder`: as the first process
-        says, which has made it; where that says None nothing is written."""
+        """Every process must call it, and each raises what went wrong with the disk of any. `folder`: as the first
+        process says, which has made it; where that says None nothing is written."""
         peers = self.mesh.all
         place = peers.gather(None if folder is None else str(folder))[0]
         if place is None:
@@ -97,41 +96,34 @@ class ShardedWriter:
             self._write_index(Path(place))
 
     def _write_file(self, path: Path | None, groups: list[Group]) -> tuple[int, str] | None:
-        """Gather everything in it; write it if it has a path, and tell what the disk says."""
-        stream, problem = None, None
-        if path is not None:
-            try:
-                stream = SafetensorsWriter(path, {name: t for _, after in groups for name, t in after.items()})
-            except OSError as error:
-                problem = (error.errno or 0, error.strerror or str(error))
-        for names, after in groups:
-            gathered = {name: self._gathered(name, keep=stream is not None) for name in names}
-            if stream is None:
-                continue
-            turned = self.stored.to_hf({name: tensor for name, tensor in gathered.items() if tensor is not None})
-            gathered.clear()
-            try:
-                for name in after:
-                    stream.write(name, turned.pop(name))
-            except OSError as error:
-                problem = (error.errno or 0, error.strerror or str(error))
-                stream.give_up()
-                stream = None
-        if stream is not None:
-            try:
-                stream.close()
-            except OSError as error:
-                problem = (error.errno or 0, error.strerror or str(error))
-        return problem
+        """Gather everything in a file; write it if it has a path, and return what the disk says."""
+        problem: tuple[int, str] | None = None
 
-    def _gathered(self, name: str, *, keep: bool) -> Tensor | None:
-        tensor = self.stored.gathered(name)
-        return tensor.cpu() if keep else None
+        def attempt(write: Callable[..., Any], *arguments: Any) -> Any:
+            nonlocal problem
+            try:
+                return write(*arguments)
+            except OSError as error:
+                problem = (error.errno or 0, error.strerror or str(error))
+
+        shapes = {name: tensor for _, after in groups for name, tensor in after.items()}
+        writer = None if path is None else attempt(SafetensorsWriter, path, shapes)
+        for group in groups:
+            tensors = self.stored.read(group, Tensor.cpu if writer is not None else lambda _: None)
+            for name in group[1] if writer is not None else ():
+                attempt(writer.write, name, tensors.pop(name))
+                if problem:
+                    writer.give_up()
+                    writer = None
+                    break
+        if writer is not None:
+            attempt(writer.close)
+        return problem
 
     def _files(self) -> Iterator[list[Group]]:
         file: list[Group] = []
         size = 0
-        for names, after in self.stored.groups():
+        for names, after in self.stored.groups:
             added = sum(tensor.nbytes for tensor in after.values())
             if file and size + added > FILE_BYTES:
                 yield file
@@ -146,11 +138,11 @@ class ShardedWriter:
         count = sum(parameter.numel() for parameter in self.model.parameters())
         metadata = {"total_parameters": count, "total_size": size}
         content = json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True)
-        (folder / "model.safetensors.index.json").write_text(f"{content}\n")
+        (folder / INDEX).write_text(f"{content}\n")
 
 
 def write_description(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
-    """What a folder has beside weights: the configurations, and the code of a model that brings its own."""
+    """Write what a folder has beside weights: the configurations, and the code of a model that brings its own."""
     from transformers.dynamic_module_utils import custom_object_save
 
     model.config.dtype = str(dtype).removeprefix("torch.")
