@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from tests.tiny import FAMILIES, tiny_model
-from trimtab.models import selfcheck as miniature
+from trimtab.models import selfcheck
 from trimtab.models.policy import Policy
 from trimtab.models.reward import RewardModel
 from trimtab.models.selfcheck import choose_path
@@ -16,19 +16,19 @@ WIDER = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
 @pytest.fixture
 def built(monkeypatch):
     """What was built to find a path."""
-    models, plain = [], miniature._miniature
+    models, plain = [], selfcheck._small_model
 
     def build(kind, config):
         models.append(plain(kind, config))
         return models[-1]
 
-    monkeypatch.setattr(miniature, "_miniature", build)
+    monkeypatch.setattr(selfcheck, "_small_model", build)
     return models
 
 
 def check(root, kind=Policy, **allowed):
     cpu = {"dtype": torch.float32, "device": torch.device("cpu")}
-    return miniature.choose_path_without_weights(kind(root), **{"packed_allowed": True, **cpu, **allowed})
+    return selfcheck.choose_path_without_weights(kind(root), **{"packed_allowed": True, **cpu, **allowed})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -60,7 +60,7 @@ def test_an_attention_that_was_asked_for_is_checked_on_a_narrow_model_too(built)
 
 @pytest.mark.parametrize("change", [{"num_attention_heads": 3}, {"num_experts_per_tok": 99}, {"hidden_act": "none"}])
 def test_where_a_narrow_model_does_not_work_a_wide_one_decides(change, built, monkeypatch):
-    plain = miniature.narrow
+    plain = selfcheck.narrow
 
     def broken(config):
         small = plain(config)
@@ -68,6 +68,6 @@ def test_where_a_narrow_model_does_not_work_a_wide_one_decides(change, built, mo
             setattr(small, name, value)
         return small
 
-    monkeypatch.setattr(miniature, "narrow", broken)
+    monkeypatch.setattr(selfcheck, "narrow", broken)
     assert check(tiny_model("mixtral", **WIDER)).path == "packed"
     assert built[-1].config.hidden_size == 96

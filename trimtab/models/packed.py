@@ -158,14 +158,13 @@ def scoring(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-# ---- A model's own dropout: where it is, and how to switch it off. What updates are compared with - a reference, the
-# log-probs as they were sampled - is scored without dropout. With it a policy differs from itself: DPO does not
-# start at log 2, and PPO's ratio is not 1. Adapters bring dropout of their own, which is added later and is left
-# alone. Falcon's code reads its config in every pass: what that says (0 in all that are published) stays.
-
-
 def switch_off_dropout(model: nn.Module) -> bool:
-    """Whether there was any. The model's config keeps what it says, for whoever loads the saved model."""
+    """Switch a model's own dropout off; whether there was any. Its config keeps what it says.
+
+    What updates are compared with - a reference, the log-probs as they were sampled - is scored without dropout. With
+    it a policy differs from itself: DPO does not start at log 2, and PPO's ratio is not 1. Adapters bring their own
+    dropout later. Falcon's code reads its config in every pass: what that says (0 in all that are published) stays.
+    """
     found = list(_dropouts(model))
     for module, name in found:
         setattr(module, name, 0.0)
@@ -177,18 +176,13 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Modules and the names of their probabilities above 0: dropout layers, and what attention layers and blocks hand
+    """Modules and the names of their probabilities above 0: dropout layers, and what attention layers and blocks pass
     to functions."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            names = ["p"]
-        else:
-            names = [name for name in vars(module) if "drop" in name]
-        yield from ((module, name) for name in names if _is_probability(getattr(module, name)))
-
-
-def _is_probability(value: object) -> bool:
-    return isinstance(value, float) and value > 0
+        is_layer = isinstance(module, nn.modules.dropout._DropoutNd)
+        for name in ["p"] if is_layer else [name for name in vars(module) if "drop" in name]:
+            if isinstance(value := getattr(module, name), float) and value > 0:
+                yield module, name
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,7 +1,16 @@
-"""A second model on a policy's own weights: only its adapters are its own.
+"""Proposal policies q for sampling rare answers, on the weights of the trained policy p.
 
-In one process its parameters are the policy's memory under another name. Where the policy is split over processes they
-hold nothing, and are lent the gathered weights while the model works.
+SharedBasePolicy: a second policy on p's own weights; only its adapters are its own. In one process its parameters are
+p's memory under another name. Where p is sharded they hold nothing, and are lent the gathered weights while it works.
+
+TwistedPolicy: q is p psi, normalised over the vocabulary, where a head on hidden states has learnt psi:
+
+    modulation_linear_head    log psi = W h + b
+    modulation_nn_head        three layers with ReLU between them
+    modulation_model          W h + b of the hidden states of a second model
+
+The last layer begins at zero, so that q begins as p. The second model's layers run behind the policy's, so that an
+engine sees one model with twice the layers.
 """
 
 import contextlib
@@ -16,21 +25,21 @@ from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import gathered
-from trimtab.models.lm_head import PLAIN, LogitShape, shaped_logits, token_log_probs
+from trimtab.models.lm_head import PLAIN, shaped_logits, token_log_probs
 from trimtab.models.load import prepare_training
 from trimtab.models.lora import adapters_aside, add_adapters
 from trimtab.models.packed import PackedModel, scoring, switch_off_dropout
 from trimtab.models.policy import Policy, PolicyOutput
 from trimtab.models.selfcheck import use_attention
 
-Place = tuple[nn.Module, str]
+Loan = tuple[nn.Parameter, nn.Module, str]
+"""A parameter without memory, and the owner's module and name whose weights it is lent."""
 
 
 class SharedBasePolicy(Policy):
-    """The policy's frozen or current weights, without its adapters if it has any, and adapters of its own."""
-
     def __init__(self, owner: Policy, options: RLOptions, device: Device, *, split: bool):
-        """`options`: of the adapters; `split`: the owner is split over processes."""
+        """On the owner's frozen or current weights without its adapters. `options`: of the new adapters; `split`: the
+        owner is sharded over processes."""
         model, loans = _hollow(owner, options) if split else (_copy(owner), [])
         super().__init__(add_adapters(model, options), owner.path)
         if split:
@@ -48,7 +57,7 @@ class SharedBasePolicy(Policy):
             yield
             return
         with gathered(self._owner[0]):
-            for parameter, (module, name) in self._loans:
+            for parameter, module, name in self._loans:
                 parameter.data = getattr(module, name).data
             try:
                 yield
@@ -56,7 +65,7 @@ class SharedBasePolicy(Policy):
                 self._give_back()
 
     def _give_back(self) -> None:
-        for parameter, _ in self._loans:
+        for parameter, *_ in self._loans:
             parameter.data = parameter.new_empty(0)
 
 
@@ -67,8 +76,8 @@ def _copy(owner: Policy) -> nn.Module:
     return model.unload() if hasattr(model, "peft_config") else model
 
 
-def _hollow(owner: Policy, options: RLOptions) -> tuple[nn.Module, list[tuple[nn.Parameter, Place]]]:
-    """The same modules with parameters that take no memory, and where the owner has what they are to be lent."""
+def _hollow(owner: Policy, options: RLOptions) -> tuple[nn.Module, list[Loan]]:
+    """The same modules with parameters that take no memory, and what they are to be lent."""
     with torch.device("meta"):
         model = type(owner.inner)._from_config(copy.deepcopy(owner.config), dtype=torch.float32)
     use_attention(model, owner.config._attn_implementation)
@@ -83,21 +92,14 @@ def _hollow(owner: Policy, options: RLOptions) -> tuple[nn.Module, list[tuple[nn
             for leaf, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                # What is tied is told by the owner's parameters: files may hold two where the configuration ties.
+                # The owner's parameters say what is tied: files may hold two where the configuration ties.
                 lent = id(getattr(theirs, leaf))
                 if lent not in made:
                     hollow = torch.zeros((), device=owner.device).expand(parameter.shape)
                     made[lent] = nn.Parameter(hollow, requires_grad=False)
-                    loans.append((made[lent], (theirs, leaf)))
+                    loans.append((made[lent], theirs, leaf))
                 module._parameters[leaf] = made[lent]
     return model, loans
-
-
-# ---- A policy times what a head on its hidden states has learnt: q is p psi, normalised over the vocabulary.
-# modulation_linear_head log psi = W h + b modulation_nn_head three layers with ReLU between them
-# modulation_model W h + b of hidden states of a model of its own The last layer begins at zero, so that q begins
-# as p. The policy inside is the trained one itself; a model of its own runs beside it, layer behind layer, so
-# that an engine sees one model with twice the layers.
 
 
 class Twist(nn.Module):
@@ -122,7 +124,7 @@ class Twist(nn.Module):
 
 class TwistedHead(nn.Module):
     def __init__(self, policy: Policy, twist: Twist, *, beside: bool):
-        """`beside`: the hidden states are the policy's and, beside them, those of a model that psi is read from."""
+        """`beside`: the hidden states are the policy's and, beside them, those of the second model."""
         super().__init__()
         self.policy, self.twist, self.beside = policy, twist, beside
         self.out_features = policy.head.out_features
@@ -134,9 +136,11 @@ class TwistedHead(nn.Module):
 
 
 class TwistedPolicy(nn.Module):
-    """What an engine and a learner know of a policy, with another head."""
+    """The interface of a policy that engines and trainers use, with another head."""
 
     path = "packed"
+    logit_shape = PLAIN  # the head has shaped the policy's own logits
+    at_work = Policy.at_work
 
     def __init__(self, policy: Policy, twist: Twist, psi: "TwistModel | None" = None):
         super().__init__()
@@ -146,7 +150,7 @@ class TwistedPolicy(nn.Module):
 
     @property
     def model(self) -> Twist:
-        """What is trained of it."""
+        """Its trained part."""
         return self.twist
 
     @property
@@ -160,16 +164,6 @@ class TwistedPolicy(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.policy.device
-
-    @property
-    def logit_shape(self) -> LogitShape:
-        return PLAIN  # the head has shaped the policy's own logits
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """With all weights. Every process must enter."""
-        with gathered(self):
-            yield
 
     def forward(self, batch: TokenBatch, *, temperature: float = 1.0) -> PolicyOutput:
         """Log-probs of the trained tokens; for scoring, inside `at_work`."""
@@ -187,7 +181,7 @@ class TwistedPolicy(nn.Module):
 
 
 class TwistModel(PackedModel):
-    """A model of its own that psi is read from."""
+    """The second model, from whose hidden states psi is read."""
 
     def __init__(self, policy: Policy):
         super().__init__(policy.model, policy.path)
@@ -223,6 +217,6 @@ class PairedModel(nn.Module):
 
 
 def twist_of(policy: Policy, *, layers: int) -> Twist:
-    """Fit for the policy's hidden states and vocabulary; in main memory while the policy is a skeleton."""
+    """A twist for the policy's hidden states and vocabulary; in main memory while the policy has no weights."""
     twist = Twist(policy.config.get_text_config().hidden_size, policy.head.out_features, layers=layers)
     return twist if policy.device.type == "meta" else twist.to(policy.device)

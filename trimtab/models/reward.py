@@ -1,6 +1,6 @@
-"""A sequence classifier with one output seen as a reward model: the score of every sequence at its last token.
+"""Sequence classifiers with one output: reward models score a sequence at its last token, critics value every token.
 
-Transformers has no classifier for about half of its causal LMs. Those get a class made here: the causal LM's own
+transformers has no classifier for about half of its causal LMs. Those get a class made here: the causal LM's own
 backbone, its weights under the same names, and a linear head called `score`. A folder of such a model says
 `"score_head": "trimtab"` in config.json; it holds no code, and transformers' AutoModel reads the backbone of it.
 """
@@ -16,6 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
@@ -33,8 +42,6 @@ class AutoClassifier:
 
     @staticmethod
     def from_pretrained(pretrain: str, *, num_labels: int = 1, **arguments: Any) -> Any:
-        from transformers import AutoConfig, AutoModelForSequenceClassification
-
         reading = {name: arguments[name] for name in ("trust_remote_code", "local_files_only") if name in arguments}
         config = AutoConfig.from_pretrained(pretrain, num_labels=num_labels, **reading)
         if not _needs_head(config):
@@ -44,8 +51,6 @@ class AutoClassifier:
 
     @staticmethod
     def from_config(config: Any, *, trust_remote_code: bool = False, **arguments: Any) -> Any:
-        from transformers import AutoModelForSequenceClassification
-
         if not _needs_head(config):
             arguments["trust_remote_code"] = trust_remote_code
             return AutoModelForSequenceClassification.from_config(config, **arguments)
@@ -70,8 +75,6 @@ class ScoredDecoder(Family):
 
     def forward(self, input_ids: Tensor, **arguments: Any) -> Any:
         """`logits` at the last token of each row that is not padding, where transformers' own classifiers have them."""
-        from transformers.modeling_outputs import SequenceClassifierOutput
-
         states_STD = self.base_model(input_ids=input_ids, **arguments).last_hidden_state
         padding = self.config.get_text_config().pad_token_id
         filled_ST = torch.ones_like(input_ids) if padding is None else (input_ids != padding).long()
@@ -82,8 +85,6 @@ class ScoredDecoder(Family):
 
 def _needs_head(config: Any) -> bool:
     """Whether this is a causal LM of transformers that it has no sequence classifier for."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
     brings_code = "AutoModelForSequenceClassification" in getattr(config, "auto_map", {})
     known = brings_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     return not known and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -92,8 +93,6 @@ def _needs_head(config: Any) -> bool:
 def _scored_decoder(config: Any) -> tuple[Any, Any]:
     """The class for a model of this configuration, and the configuration that it takes: the text part of one that also
     reads pictures, where the causal LM takes that."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
-
     with torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(config)
     parts = [(name, part) for name, part in causal.named_children() if isinstance(part, PreTrainedModel)]
@@ -130,15 +129,12 @@ class RewardModel(PackedModel):
         if self.path == "logits":
             rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
             # The model itself looks for the last token that is not padding.
-            rows.inputs["input_ids"].masked_fill_(rows.inputs["attention_mask"] == 0, self.padding)
+            padding = self.config.get_text_config().pad_token_id
+            rows.inputs["input_ids"].masked_fill_(rows.inputs["attention_mask"] == 0, padding)
             with self.rotary.of(rows.lengths):
                 return RewardOutput(self.inner(**rows.inputs, use_cache=False).logits[:, 0].float())
         read = self.read(batch, batch.last_S, router=router)
         return RewardOutput(read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float()), read.routers)
-
-    @property
-    def padding(self) -> int:
-        return self.config.get_text_config().pad_token_id
 
     def check_values(self, batch: TokenBatch) -> Tensor:
         return self(batch).scores_S
@@ -148,13 +144,37 @@ class RewardModel(PackedModel):
         return torch.stack([self.inner(input_ids=s[None], use_cache=False).logits[0, 0].float() for s in sequences])
 
 
+class Critic(PackedModel):
+    """A classifier read at every position. `mean` and `deviation` are those its rewards are normalised with."""
+
+    mean = 0.0
+    deviation = 1.0
+
+    def forward(self, batch: TokenBatch, *, after: bool = False) -> Tensor:
+        """Values [N], fp32, of the states in which the trained tokens were chosen; or of those right `after` them."""
+        batch = self.rotary.separate(batch)
+        read = self.read(batch, batch.trained_N if after else batch.predictors_N)
+        values_N = read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float())
+        return (values_N - self.mean) / self.deviation
+
+    def check_values(self, batch: TokenBatch) -> Tensor:
+        return self(batch)
+
+    def reference_values(self, batch: TokenBatch) -> Tensor:
+        sequences = [batch.sequence(i) for i in range(len(batch.spans))]
+        hidden = [
+            self.inner.base_model(input_ids=s[None], use_cache=False).last_hidden_state[0, :-1] for s in sequences
+        ]
+        return getattr(self.inner, HEAD)(torch.cat(hidden))[:, 0].float()
+
+
 def initialise_head(model: nn.Module) -> None:
     """A fresh head starts small, so that all rewards start near zero."""
     _draw(getattr(model, HEAD), model)
 
 
 def drawn_head(model: nn.Module) -> Tensor:
-    """The weight of a fresh head for a skeleton: what a model that is loaded whole gets from the same random stream."""
+    """A fresh head's weight for a model without weights: as one that is loaded whole draws it from the same stream."""
     head = copy.deepcopy(getattr(model, HEAD)).to_empty(device="cpu")
     with torch.no_grad():
         model._init_weights(head)  # loading draws what it finds missing, before we do
@@ -202,30 +222,3 @@ def rename_head(folder: Path, old: str, new: str) -> None:
 
 def renamed(name: str, old: str, new: str) -> str:
     return new + name.removeprefix(old) if name.startswith(f"{old}.") else name
-
-
-# ---- A sequence classifier with one output seen as a value function: what it says before each trained token.
-
-
-class Critic(PackedModel):
-    """A classifier read at every position. `mean` and `deviation` are those its rewards are normalised with."""
-
-    mean = 0.0
-    deviation = 1.0
-
-    def forward(self, batch: TokenBatch, *, after: bool = False) -> Tensor:
-        """Values [N], fp32, of the states in which the trained tokens were chosen; or of those right `after` them."""
-        batch = self.rotary.separate(batch)
-        read = self.read(batch, batch.trained_N if after else batch.predictors_N)
-        values_N = read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float())
-        return (values_N - self.mean) / self.deviation
-
-    def check_values(self, batch: TokenBatch) -> Tensor:
-        return self(batch)
-
-    def reference_values(self, batch: TokenBatch) -> Tensor:
-        sequences = [batch.sequence(i) for i in range(len(batch.spans))]
-        hidden = [
-            self.inner.base_model(input_ids=s[None], use_cache=False).last_hidden_state[0, :-1] for s in sequences
-        ]
-        return getattr(self.inner, HEAD)(torch.cat(hidden))[:, 0].float()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def save_model(model: PackedModel, tokenizer, folder: Path, *, mesh: Mesh | None
     part, and the first one writes what is not weights. A model that is not sharded may be without a tokenizer."""
     mesh = mesh or Mesh()
     head = getattr(model.config, "value_head_prefix", HEAD)
-    write: Callable[[Path], object] = model.model.save_pretrained
+    write: Any = model.model.save_pretrained
     if mesh.size > 1:
         if not hasattr(model.model, "peft_config"):
             _save_sharded(model, tokenizer, folder, mesh, bf16, head)

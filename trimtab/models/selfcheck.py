@@ -1,12 +1,16 @@
-"""How may this model be run? Ask it, with two short samples, before training.
+"""The self-check: how a model may be run is tried with two short samples before training.
 
 The packed path is taken only if attention was called once a layer, with no argument we would drop, and the log-probs
 equal those of Hugging Face's own forward pass on each sample alone. Otherwise the padded path, if its log-probs are
 right; otherwise the model's own logits.
 
 The samples are short, so that the check costs next to nothing. Limits that a configuration names (windows, chunks,
-lengths beyond which rotary frequencies change) are made shorter still while it runs, for the reference too: what a
-model does beyond them is tried without samples of thousands of tokens.
+lengths beyond which rotary frequencies change) are made shorter still while it runs, for the reference too: so the
+check covers what a model does beyond them without samples of thousands of tokens.
+
+Where no process holds the model's weights, a copy of its configuration, small in every way, is checked instead. Which
+path is right, and how often attention is called, depends on the code, and neither on weights nor on width. But not
+every family can be made narrow: where that fails, or leads to the last resort, layers of full width decide.
 """
 
 import contextlib
@@ -25,7 +29,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import NAME, UnsupportedAttention, register
-from trimtab.models.packed import PackedModel, Path
+from trimtab.models.packed import PackedModel, Path, cast_parameters, scoring
 from trimtab.models.rotary import ORIGINAL, rotary_limits
 
 
@@ -44,40 +48,31 @@ MIXERS = re.compile("attn|attention|mixer|mamba|conv|recurrent|temporal|delta|ls
 
 
 def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
-    """Decide the path, and leave the model set up for it. Runs in eval mode; the mode is restored."""
-    was_training = root.training
-    root.eval()
-    try:
-        with torch.no_grad(), small_limits(root.inner):
-            verdict = _choose(root, packed_allowed)
-    finally:
-        root.train(was_training)
-    root.path, root.not_packed = verdict.path, verdict.reason
-    return verdict
-
-
-def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
+    """Decide the path, and leave the model set up for it."""
     causal = root.inner
     native = causal.config._attn_implementation
     # Eager attention is each model's definition; SDPA silently drops Gemma-2's soft cap, for one.
     by_definition = "eager" if packed_allowed and causal._can_set_attn_implementation() else native
     candidates: list[tuple[Path, str]] = [("padded", native), ("padded", by_definition), ("logits", by_definition)]
+    reasons = ["--attn_implementation asks for another attention (leave it out)"]
     if packed_allowed:
         register()
         candidates.insert(0, ("packed", NAME))
-    use_attention(causal, by_definition)
-    probe = probe_batch(root.config, root.device, LENGTHS)
-    reference = root.reference_values(probe)
-    # Rounding grows with the values; half precision is looked at only where there is nothing better (4-bit weights).
-    rounding = 3e-5 if next(root.parameters()).dtype == torch.float32 else 2e-2
-    tolerance = rounding * max(3.0, reference.abs().max().item())
-    reasons = [] if packed_allowed else ["--attn_implementation asks for another attention (leave it out)"]
-    for root.path, implementation in candidates:
-        use_attention(causal, implementation)
-        problem, difference = _try(root, probe, reference, tolerance)
-        if not problem:
-            return Verdict(root.path, reasons[0] if reasons else "", difference)
-        reasons.append(problem)
+        reasons = []
+    with scoring(root), small_limits(causal):
+        use_attention(causal, by_definition)
+        probe = probe_batch(root.config, root.device, LENGTHS)
+        reference = root.reference_values(probe)
+        # Rounding grows with the values; half precision is only met where there is nothing better (4-bit weights).
+        rounding = 3e-5 if next(root.parameters()).dtype == torch.float32 else 2e-2
+        tolerance = rounding * max(3.0, reference.abs().max().item())
+        for root.path, implementation in candidates:
+            use_attention(causal, implementation)
+            problem, difference = _try(root, probe, reference, tolerance)
+            if not problem:
+                root.not_packed = reasons[0] if reasons else ""
+                return Verdict(root.path, root.not_packed, difference)
+            reasons.append(problem)
     raise UserError(f"--pretrain: {type(causal).__name__} cannot be run here: {reasons[-1]}; use another model")
 
 
@@ -134,7 +129,9 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
         root.attention.callers = None
     if root.path == "packed" and len(callers) != root.config.get_text_config().num_hidden_layers:
         return _called_otherwise(root, callers), float("inf")
-    difference = _difference(values, reference)
+    # Weights that are not finite say nothing about the path; the loop reports them.
+    gaps = (values.float() - reference)[reference.isfinite()].abs()
+    difference = gaps.max().item() if gaps.numel() else 0.0
     if difference <= tolerance:
         return "", difference
     return f"{root.path} values differ from Hugging Face's by {difference:.2g}", difference
@@ -182,17 +179,7 @@ def probe_batch(config, device: torch.device, lengths: Sequence[int]) -> TokenBa
     return TokenBatch.of(examples).to(device)
 
 
-def _difference(ours: Tensor, reference: Tensor) -> float:
-    # Weights that are not finite say nothing about the path; the loop reports them.
-    gaps = (ours.float() - reference)[reference.isfinite()].abs()
-    return gaps.max().item() if gaps.numel() else 0.0
-
-
-# ---- The self-check for a model whose weights nobody holds: on a copy of its configuration, small in every way.
-# Which path is right, and how often attention is called, depends on the code, and neither on weights nor on
-# width. But not every kind of model can be made narrow: where that fails, or leads to the last resort, layers of
-# full width decide.
-
+# ---- without weights
 
 LAYERS, VOCABULARY = 2, 1024
 HEADS = 2  # of keys and values, and of queries for each of those
@@ -207,12 +194,11 @@ OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def choose_path_without_weights(
     module: PackedModel, *, packed_allowed: bool, dtype: torch.dtype, device: torch.device
 ) -> Verdict:
-    """Decide the path of a skeleton, and set it up for it. `dtype`, `device`: where it will work."""
+    """Decide the path of a model without weights, and set it up. `dtype`, `device`: where it will work."""
 
     def check(config: Any) -> tuple[Verdict, str]:
-        root = type(module)(_miniature(type(module.inner), config)).to(device)
-        for parameter in root.parameters():
-            parameter.data = parameter.data.to(dtype)
+        root = type(module)(_small_model(type(module.inner), config)).to(device)
+        cast_parameters(root, dtype)
         return choose_path(root, packed_allowed=packed_allowed), root.config._attn_implementation
 
     small = shallow(module.config)
@@ -227,7 +213,7 @@ def choose_path_without_weights(
     return verdict
 
 
-def _miniature(kind: type[Any], config: Any) -> nn.Module:
+def _small_model(kind: type[Any], config: Any) -> nn.Module:
     """With weights so wide that a mistake shows."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Over which processes a model is split, and which parts of it, from the options of a job."""
+"""Which parts of a model each process holds, from a job's options: FSDP, tensor and context parallelism together."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from transformers import AutoConfig
 
 from trimtab.config.groups import DropoutOptions, LoraOptions
 from trimtab.config.jobs import SupervisedOptions
@@ -26,7 +27,8 @@ from trimtab.models.selfcheck import KEY_VALUE_HEADS
 
 TrainedModelOptions = SupervisedOptions | RLOptions
 HeldModelOptions = TrainedModelOptions | LearnerOptions
-"""Of what trains a model: a job, or whoever calls a Learner."""
+"""Of what trains a model: a job, or a caller of Learner."""
+Pass = TypeVar("Pass")
 
 
 def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None = None, *, learns: bool = True) -> Mesh:
@@ -54,19 +56,19 @@ def shard_trained(model: PackedModel, options: HeldModelOptions, mesh: Mesh) -> 
     )
 
 
-def is_frozen_sharded(options: ShardingOptions, mesh: Mesh, *, offload: bool) -> bool:
-    return mesh.size > 1 and options.splits_frozen(offload=offload)
-
-
 def shard_frozen(model: PackedModel, mesh: Mesh, *, offload: bool) -> None:
-    copies = mesh.sizes["shard"] > 1  # where the trained one is not split this one is worth splitting over all
+    copies = mesh.sizes["shard"] > 1  # where the trained one is not sharded this one is worth sharding over all
     if mesh.sizes["tensor"] > 1:
         apply_tensor_parallel(model, mesh.for_tensor_parallel(copies=copies))
     shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=copies)
 
 
+def is_frozen_sharded(options: ShardingOptions, mesh: Mesh, *, offload: bool) -> bool:
+    return mesh.size > 1 and options.splits_frozen(offload=offload)
+
+
 def enable_context_parallel(model: PackedModel, options: ShardingOptions, mesh: Mesh, flag: str = "--pretrain") -> None:
-    """The tokens of a row are split where the mesh says so, also of a model that every process holds whole. `flag`:
+    """Share the tokens of a row out where the mesh says so, also of a model that every process holds whole. `flag`:
     what the user calls it."""
     if mesh.context.size == 1:
         return
@@ -79,90 +81,18 @@ def enable_context_parallel(model: PackedModel, options: ShardingOptions, mesh: 
 
 
 def decoder_layers(model: PackedModel) -> list[torch.nn.Module]:
-    """The repeated layers, by the class name that Hugging Face says must not be cut."""
+    """The repeated layers, by the class names that Hugging Face says must not be split."""
     names = set(model.inner._no_split_modules or ())
     return [module for module in model.inner.modules() if type(module).__name__ in names]
 
 
-# ---- Whether a model can be split as the options say, from its configuration alone: before anything is loaded.
-
-
-NOT_ADAPTED = ("embed_tokens", "lm_head")
-TRAINED = ("--pretrain", "--critic_pretrain")  # others drop nothing
-
-
-def check_parallel_options(pretrain: str, options: ShardingOptions, flag: str) -> None:
-    """A UserError, in one line. `flag`: what the user calls the model."""
-    tensor, context = options.ds_tensor_parallel_size, options.ring_attn_size
-    if tensor == context == 1:
-        return
-    from transformers import AutoConfig
-
-    config = from_pretrained(AutoConfig, pretrain, flag=flag)
-    if tensor > 1:
-        asked = f"--ds_tensor_parallel_size {tensor}"
-        check_tensor_parallel(config, tensor, f"{asked}: {flag} {pretrain}")
-        _check_adapted(options, asked)
-    if context > 1:
-        _check_stride(config, options, f"{flag} {pretrain}")
-    if flag in TRAINED:
-        _check_dropout(config, options, f"{flag} {pretrain}")
-
-
-def _check_adapted(options: ShardingOptions, asked: str) -> None:
-    if isinstance(options, LoraOptions) and options.lora_rank > 0:
-        for name in NOT_ADAPTED:
-            if name in options.target_modules:
-                raise UserError(f"{asked}: --target_modules {name}: a layer cut by vocabulary takes no adapter")
-
-
-def _check_stride(config: Any, options: ShardingOptions, model: str) -> None:
-    stride = options.ring_head_stride
-    for keys in key_heads(config, options.ds_tensor_parallel_size):
-        if keys % stride:
-            fits = max(size for size in range(1, stride) if keys % size == 0)
-            cut = f" that a process has (--ds_tensor_parallel_size {options.ds_tensor_parallel_size})"
-            raise UserError(
-                f"--ring_head_stride {stride} does not divide the {keys} heads of keys of {model}"
-                f"{cut if options.ds_tensor_parallel_size > 1 else ''}: use {fits}"
-            )
-
-
-def key_heads(config: Any, parts: int) -> set[int]:
-    """How many heads of keys the processes have that a model's layers are cut over."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    keys = next((found for name in KEY_VALUE_HEADS if (found := getattr(text, name, None))), heads)
-    if keys % parts == 0:
-        return {keys // parts}
-    return {len(key_value_heads_used(heads, keys, parts, part)) for part in range(parts)}
-
-
-def _check_dropout(config: Any, options: ShardingOptions, model: str) -> None:
-    """Jobs without the option keep a model's dropout."""
-    chosen = isinstance(options, DropoutOptions)
-    if isinstance(options, DropoutOptions) and not options.keep_dropout:
-        return
-    for name, value in vars(config.get_text_config()).items():
-        if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
-            told, mend = ("--keep_dropout: ", "leave it out") if chosen else ("", f"set {name} to 0 in its config.json")
-            raise UserError(
-                f"{told}{model} drops attention weights ({name} {value:g}), which processes that share rows or layers "
-                f"cannot draw together; {mend}"
-            )
-
-
-# ---- Where the weights of a model that only scores are: on the device; in main memory between calls; or split over
-# processes, which then make equally many passes, because each of them gathers the weights from all.
-
-
-Pass = TypeVar("Pass")
-
-
 @dataclass(frozen=True)
 class FrozenPlacement:
+    """Where the weights of a model that only scores are: on the device; in main memory between calls; or sharded over
+    processes, which then make equally many passes, because each of them gathers the weights from all."""
+
     device: Device
-    mesh: Mesh | None = None  # over whose processes it is split; None: it is not
+    mesh: Mesh | None = None  # whose processes it is sharded over; None: it is not
     offload: bool = False
 
     def settle(self, model: PackedModel) -> None:
@@ -179,8 +109,7 @@ class FrozenPlacement:
             with scoring(model):
                 yield
         finally:
-            if self._moves:
-                model.to("cpu")
+            self.settle(model)
 
     def in_step(self, passes: Sequence[Pass], idle: Pass) -> Iterator[Pass]:
         """The passes of this process, and as many idle ones as another one has more."""
@@ -191,5 +120,53 @@ class FrozenPlacement:
 
     @property
     def _moves(self) -> bool:
-        """A split model that is kept off the device moves by itself."""
+        """A sharded model that is offloaded moves by itself."""
         return self.offload and self.mesh is None and self.device.is_accelerator
+
+
+def check_parallel_options(pretrain: str, options: ShardingOptions, flag: str) -> None:
+    """Refuse a model that cannot be split as the options say, from its configuration alone: before anything is loaded.
+    `flag`: what the user calls the model."""
+    tensor, context = options.ds_tensor_parallel_size, options.ring_attn_size
+    if tensor == context == 1:
+        return
+    config, model = from_pretrained(AutoConfig, pretrain, flag=flag), f"{flag} {pretrain}"
+    if tensor > 1:
+        asked = f"--ds_tensor_parallel_size {tensor}"
+        check_tensor_parallel(config, tensor, f"{asked}: {model}")
+        adapted = options.target_modules if isinstance(options, LoraOptions) and options.lora_rank > 0 else ()
+        for name in ("embed_tokens", "lm_head"):
+            if name in adapted:
+                raise UserError(f"{asked}: --target_modules {name}: a layer cut by vocabulary takes no adapter")
+    text = config.get_text_config()
+    if context > 1:
+        _check_stride(text, options, model)
+    if flag not in ("--pretrain", "--critic_pretrain"):  # others drop nothing
+        return
+    chosen = isinstance(options, DropoutOptions)  # jobs without the option keep a model's dropout
+    if isinstance(options, DropoutOptions) and not options.keep_dropout:
+        return
+    for name, value in vars(text).items():
+        if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
+            told, mend = ("--keep_dropout: ", "leave it out") if chosen else ("", f"set {name} to 0 in its config.json")
+            raise UserError(
+                f"{told}{model} drops attention weights ({name} {value:g}), which processes that share rows or layers "
+                f"cannot draw together; {mend}"
+            )
+
+
+def _check_stride(text: Any, options: ShardingOptions, model: str) -> None:
+    """The heads of keys that are gathered together must divide those that each process has."""
+    stride, parts = options.ring_head_stride, options.ds_tensor_parallel_size
+    heads = text.num_attention_heads
+    keys = next((found for name in KEY_VALUE_HEADS if (found := getattr(text, name, None))), heads)
+    counts = {keys // parts}
+    if keys % parts:
+        counts = {len(key_value_heads_used(heads, keys, parts, part)) for part in range(parts)}
+    for count in counts:
+        if count % stride:
+            fits = max(size for size in range(1, stride) if count % size == 0)
+            split = f" that a process has (--ds_tensor_parallel_size {parts})" if parts > 1 else ""
+            raise UserError(
+                f"--ring_head_stride {stride} does not divide the {count} heads of keys of {model}{split}: use {fits}"
+            )

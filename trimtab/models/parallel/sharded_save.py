@@ -107,7 +107,7 @@ class ShardedWriter:
                 problem = (error.errno or 0, error.strerror or str(error))
 
         shapes = {name: tensor for _, after in groups for name, tensor in after.items()}
-        writer = None if path is None else attempt(SafetensorsWriter, path, shapes)
+        writer: Any = None if path is None else attempt(SafetensorsWriter, path, shapes)
         for group in groups:
             tensors = self.stored.read(group, Tensor.cpu if writer is not None else lambda _: None)
             for name in group[1] if writer is not None else ():
