@@ -98,7 +98,7 @@ def gather_shards(shard: Tensor, peers: Peers) -> Tensor:
 
 
 def start_gather_shards(shard: Tensor, peers: Peers) -> Callable[[], Tensor]:
-    """The same, which continues beside other work until the returned function is called."""
+    """The same, while other work goes on, until the returned function is called."""
     shard = shard.contiguous()
     gathered = shard.new_empty(peers.size * shard.shape[0], *shard.shape[1:])
     if shard.is_meta:  # of a fake model

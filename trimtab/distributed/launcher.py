@@ -59,7 +59,7 @@ class Processes:
 
     @classmethod
     def apart(cls, ranks: Sequence[int]) -> "Processes":
-        """Each with a part and a stream of its own."""
+        """Each with its own part and stream."""
         return cls(ranks, range(len(ranks)), ranks)
 
     @property

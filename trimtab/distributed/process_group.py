@@ -345,7 +345,7 @@ def share_signals(stop: StopRequest, world: World) -> Iterator[None]:
 
 
 def stop_was_requested(stop: StopRequest, world: World) -> bool:
-    """Whether the run was told to stop. A process that left for that reason may have gone before its word came."""
+    """Whether the run was told to stop. A process that left for that reason may have gone before its message came."""
     deadline = time.monotonic() + (2 * SIGNAL_CHECK_SECONDS if world.size > 1 else 0.0)
     while not stop.requested() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -8,7 +8,7 @@ while it was not waiting for others, for a reward within its limit, or for its n
 is a victim more likely than the cause, so it lets the others be named first. A process that is stopped cannot watch
 itself: our launcher has a socket to each and misses its heartbeats; under another launcher heartbeats lie in torch's
 store, where the first process looks at the others and they look at it. torch itself supervises none of this: its
-launcher notices processes that end, and its collectives wait until their timeout without naming anybody.
+launcher notices processes that end, and its collectives wait until their timeout without naming a process.
 
 This module does not import torch: a launcher needs none of it.
 """

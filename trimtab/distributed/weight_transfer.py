@@ -31,7 +31,7 @@ from trimtab.distributed.supervision import pulse
 NODE_ADDRESS = "TRIMTAB_NODE_ADDRESS"
 """Environment variable: this machine's address among those of a cluster."""
 GLOO, SHARED = "gloo", "shared"
-IN_MAIN_MEMORY = (GLOO, SHARED)  # barriers and what is said besides tensors
+IN_MAIN_MEMORY = (GLOO, SHARED)  # barriers go through gloo
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 16
 TransferPlan = list[dict[str, Any]]
@@ -313,11 +313,11 @@ def _shared_bucket(store: dist.Store, rank: int, device: torch.device, buckets: 
     size = max([BUCKET_BYTES, *map(_size, buckets)])
     if rank == 0:
         bucket = torch.empty(size, dtype=torch.uint8, device=device)
-        told = [v.hex() if isinstance(v, bytes) else v for v in bucket.untyped_storage()._share_cuda_()]
-        store.set("bucket", json.dumps([bucket.storage_offset(), told]))
+        shared = [v.hex() if isinstance(v, bytes) else v for v in bucket.untyped_storage()._share_cuda_()]
+        store.set("bucket", json.dumps([bucket.storage_offset(), shared]))
         return bucket
-    offset, told = json.loads(store.get("bucket"))
-    _, handle, *rest = told  # the device has another number here
+    offset, shared = json.loads(store.get("bucket"))
+    _, handle, *rest = shared  # the device has another number here
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index or 0, *(bytes.fromhex(v) if isinstance(v, str) else v for v in (handle, *rest))
     )

@@ -1,4 +1,4 @@
-"""The Ray that a run works on: the one at RAY_ADDRESS, or one of its own, which only this machine can reach."""
+"""The Ray that a run uses: the one at RAY_ADDRESS, or one that it starts, which only this machine can reach."""
 
 import contextlib
 import json
@@ -21,9 +21,9 @@ if not os.environ.get(ADDRESS):
     # Its own Ray would listen on every interface of this machine. The name is misleading: it says whether this Ray may
     # have other nodes, and is read when ray is imported.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # When the driver is killed, the kernel ends Ray's control store with it, and workers and agents look for that for
-    # so many seconds before they end, with all the memory that they hold. Ray waits for 60, for a store that is started
-    # again; this one never is.
+    # When the driver is killed, the kernel ends Ray's control store with it. Workers and agents look for the store for
+    # this time before they end, with all the memory that they hold: by default 60 s, for a store that is started again;
+    # this one never is.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
     if "ray" not in sys.modules:  # it has read this when it was imported; ray.init then turns tokens on by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -41,7 +41,7 @@ def connected() -> Iterator[None]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address := os.environ.get(ADDRESS):
-            _knock(address)
+            _check_reachable(address)
             ray.init(address=address, **quiet)
         else:
             _set_token()
@@ -65,13 +65,13 @@ def connected() -> Iterator[None]:
 
 def _set_token() -> None:
     """Give the Ray that this process starts a token unless the user has named one. Ray itself would write one to
-    ~/.ray/auth_token for every user of this machine to read, and whoever has it can run code here."""
+    ~/.ray/auth_token for every user of this machine to read, and with it one can run code here."""
     if not any(name in os.environ for name in TOKENS):
         os.environ[TOKENS[0]] = secrets.token_hex(32)
 
 
-def _knock(address: str) -> None:
-    """ConnectionError: nobody is there. Ray itself would try for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise ConnectionError if no Ray is there. Ray itself would try for minutes."""
     if "://" in address:
         raise UserError(f"RAY_ADDRESS {address}: give the head's own address, HOST:PORT, from a node of the cluster")
     host, _, port = address.rpartition(":")
@@ -83,7 +83,7 @@ def _knock(address: str) -> None:
 
 
 def stop_line() -> str | None:
-    """How to stop a run that was submitted, None if this one was not: whoever submitted it only reads along."""
+    """How to stop a run that was submitted, None if this one was not: `ray job submit` only shows its output."""
     if SUBMITTED not in os.environ:
         return None
     name = json.loads(os.environ[SUBMITTED]).get("metadata", {}).get("job_submission_id", "ID")

@@ -49,7 +49,7 @@ TO_PLACE = 60.0  # seconds until what was free a moment ago is reserved
 TO_START = 300.0  # until a process runs, with everything imported and the others met
 # What the controller's environment says to libraries, and a node's may not.
 PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
-ENGINE_DIED = "EngineDead"  # how vLLM calls it when a process of its own has gone
+ENGINE_DIED = "EngineDead"  # vLLM's exception when one of its processes has gone
 LARGE = 2**16  # bytes; larger arguments that all share are put into Ray's memory once
 
 
@@ -114,7 +114,7 @@ class RayGroup(Group):
         *,
         replace_engine: Callable[[EngineLost], None] | None = None,
     ):
-        """`processes`: which part of a call each member gets, if not one of its own. `replace_engine`: for engines
+        """`processes`: which part of a call each member gets, if not its own. `replace_engine`: for engines
         outside the world, how one that is lost is replaced."""
         self.name, self.members, self.apart = name, members, replace_engine is not None
         self.processes = processes or Processes.apart([member.rank for member in members])

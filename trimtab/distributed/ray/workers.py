@@ -1,11 +1,11 @@
 """The processes of a run on Ray: what one does (`RayWorker`), and how the controller calls and watches all of them
 (`RayWorkers`).
 
-Every wait has an end. While the controller waits, it asks all processes for a heartbeat, which each answers in a thread
-beside its work. Ray itself notices a process that is dead; a heartbeat also names one that is dead while another's call
-is waited for, that stands still, or that does not answer for --hang_timeout (a process that was stopped stays alive
-for Ray). Neighbours of a dead process report broken connections first, so before one of them is blamed all are asked
-once more.
+Every wait has an end. While the controller waits, it asks all processes for a heartbeat, which each answers in another
+thread than its work. Ray itself notices a process that is dead; a heartbeat also names one that is dead while another's
+call is waited for, that stands still, or that does not answer for --hang_timeout (a process that was stopped stays
+alive for Ray). Neighbours of a dead process report broken connections first, so before one of them is blamed all are
+asked once more.
 """
 
 import contextlib
