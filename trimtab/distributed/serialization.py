@@ -268,24 +268,18 @@ class FrameDecoder:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that are complete now."""
-        stream: bytes | bytearray = data
-        if self._begun:
-            self._begun += data
-            stream = self._begun
-        messages, start, end = [], 0, len(stream)
+        self._begun += data
+        messages, start, end = [], 0, len(self._begun)
         while end - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(stream, start)
+            (length,) = LENGTH.unpack_from(self._begun, start)
             if not 0 <= length <= self.largest:
                 raise MessageTooLarge
             stop = start + LENGTH.size + length
             if stop > end:
                 break
-            messages.append(bytes(stream[start + LENGTH.size : stop]))
+            messages.append(bytes(self._begun[start + LENGTH.size : stop]))
             start = stop
-        if stream is self._begun:
-            del self._begun[:start]
-        elif start < end:
-            self._begun += data[start:]
+        del self._begun[:start]
         return messages
 
 
@@ -307,17 +301,8 @@ class MessageSocket:
 
     def send(self, message: bytes) -> None:
         """Send now, or when `flush` is called and the socket has room."""
-        whole = frame(message)
-        if not self._outgoing and len(whole) <= READ_BYTES:  # nearly always: nothing is copied to the buffer
-            try:
-                whole = whole[self._end.send(whole) :]
-            except BlockingIOError:
-                pass
-            except OSError:  # as below
-                return
-        if whole:
-            self._outgoing += whole
-            self.flush()
+        self._outgoing += frame(message)
+        self.flush()
 
     def flush(self) -> None:
         try:
