@@ -15,7 +15,6 @@ from trimtab.algos.tail import (
     effective_samples,
     log_ratios,
     minus_exponential,
-    modulated_log_probs,
     push_down_factor,
     reinforce_advantages,
     tilted_weights,
@@ -187,7 +186,7 @@ def test_ctl_on_exact_gradients_takes_p_times_a_head_to_sigma(world):
         loss = reinforce_loss(twist_N, ctl_advantages(weights_GA.flatten(), steps_N, owners_N)).sum()
         with torch.no_grad():
             head -= 2 * gradient(loss, head)
-    proposal = modulated_log_probs(policy, head.detach())
+    proposal = (policy + head.detach()).log_softmax(-1)
     assert divergence_from(world, proposal, world.sigma(policy, rewards, beta)) < 1e-8
 
 

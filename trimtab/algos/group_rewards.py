@@ -39,7 +39,7 @@ would be biased: how many there are depends on where the policy stops, so that t
 Where all totals of a group are alike, rewarded turns leave advantages in its tokens all the same, whose mean is 0.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -79,21 +79,14 @@ def token_scale(owners_N: Tensor, answers: int, reduction: str) -> Tensor:
 def for_answers(
     function: Callable[..., Tensor], groups_S: Tensor, *columns: Tensor, counted_S: Tensor | None = None
 ) -> Tensor:
-    """What a function of [groups, answers, ...] says of every answer; 0 of those that are not counted."""
-    if counted_S is not None and not bool(counted_S.all()):
-        all_S = columns[0].new_zeros(columns[0].shape)
-        if bool(counted_S.any()):
-            within_S = groups_S[counted_S].unique(return_inverse=True)[1]
-            all_S[counted_S] = for_answers(function, within_S, *(column[counted_S] for column in columns))
-        return all_S
-    found = None
-    for _, places_GA in _matrices(groups_S):
-        values = function(*(column[places_GA] for column in columns))
-        if found is None:
-            found = values.new_empty(len(groups_S), *values.shape[2:])
-        found[places_GA] = values
-    assert found is not None, "there is no group"
-    return found
+    """The values of a function of [groups, answers, ...] for every answer; 0 for answers that are not counted."""
+    if counted_S is None or bool(counted_S.all()):
+        return _by_size(function, groups_S, columns, per_group=False)
+    all_S = columns[0].new_zeros(columns[0].shape)
+    if bool(counted_S.any()):
+        within_S = groups_S[counted_S].unique(return_inverse=True)[1]
+        all_S[counted_S] = for_answers(function, within_S, *(column[counted_S] for column in columns))
+    return all_S
 
 
 def for_groups(
@@ -103,36 +96,35 @@ def for_groups(
     counted_S: Tensor | None = None,
     empty: bool = False,
 ) -> Tensor:
-    """What a function of [groups, answers, ...] says of every group. `empty`: what is said of a group without a
-    counted answer."""
-    if counted_S is not None and not bool(counted_S.all()):
-        all_G = torch.full((int(groups_S[-1]) + 1,), empty)
-        if bool(counted_S.any()):
-            present, within_S = groups_S[counted_S].unique(return_inverse=True)
-            all_G[present] = for_groups(function, within_S, *(column[counted_S] for column in columns))
-        return all_G
-    found = None
-    for chosen_G, places_GA in _matrices(groups_S):
-        values_G = function(*(column[places_GA] for column in columns))
-        if found is None:
-            found = values_G.new_empty(len(chosen_G))
-        found[chosen_G] = values_G
-    assert found is not None, "there is no group"
-    return found
+    """The values of a function of [groups, answers, ...] for every group; `empty` for groups without a counted
+    answer."""
+    if counted_S is None or bool(counted_S.all()):
+        return _by_size(function, groups_S, columns, per_group=True)
+    all_G = torch.full((int(groups_S[-1]) + 1,), empty)
+    if bool(counted_S.any()):
+        present, within_S = groups_S[counted_S].unique(return_inverse=True)
+        all_G[present] = for_groups(function, within_S, *(column[counted_S] for column in columns))
+    return all_G
 
 
-def group_sizes(groups_S: Tensor) -> Tensor:
-    """How many answers each group has: [groups]."""
-    return torch.bincount(groups_S)
-
-
-def _matrices(groups_S: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each size: which groups have it, and where their answers are."""
-    sizes_G = group_sizes(groups_S)
+def _by_size(
+    function: Callable[..., Tensor], groups_S: Tensor, columns: Iterable[Tensor], *, per_group: bool
+) -> Tensor:
+    """Call the function once for the groups of each size."""
+    sizes_G = torch.bincount(groups_S)
     starts_G = sizes_G.cumsum(0) - sizes_G
+    found = None
     for size in sizes_G.unique().tolist():
         chosen_G = sizes_G == size
-        yield chosen_G, starts_G[chosen_G, None] + torch.arange(size, device=groups_S.device)
+        places_GA = starts_G[chosen_G, None] + torch.arange(size, device=groups_S.device)
+        values = function(*(column[places_GA] for column in columns))
+        if found is None:
+            found = values.new_empty(
+                len(sizes_G) if per_group else len(groups_S), *values.shape[1 if per_group else 2 :]
+            )
+        found[chosen_G if per_group else places_GA] = values
+    assert found is not None, "there is no group"
+    return found
 
 
 # ---- whole answers
@@ -219,7 +211,7 @@ def steps_leave_one_out(scores_K: Tensor, answers_K: Tensor, groups_S: Tensor) -
 
 
 def steps_minus_mean(scores_K: Tensor, answers_K: Tensor, groups_S: Tensor) -> Tensor:
-    n_G = group_sizes(groups_S).double()
+    n_G = torch.bincount(groups_S).double()
     scale_K = ((n_G - 1) / n_G)[groups_S[answers_K]]
     return steps_leave_one_out(scores_K, answers_K, groups_S) * scale_K.to(scores_K.dtype)
 

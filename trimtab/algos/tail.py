@@ -147,11 +147,6 @@ def ctl_advantages(weights_S: Tensor, step_weights_N: Tensor | None, owners_N: T
     return weights_N if step_weights_N is None else weights_N - step_weights_N
 
 
-def modulated_log_probs(policy_logits_NV: Tensor, log_twist_NV: Tensor) -> Tensor:
-    """log q over the vocabulary, of the modulation family."""
-    return (policy_logits_NV + log_twist_NV).log_softmax(-1)
-
-
 # ---- transformed rewards
 
 

@@ -50,30 +50,6 @@ from trimtab.train.rl.trainer import PolicyTrainer, fetched
 from trimtab.train.tail.measurements import BadWords, bad_tokens
 from trimtab.train.update import Share, Totals
 
-
-def policy_share(policy: Policy, batch: TokenBatch, totals: Totals) -> Share:
-    """`batch.extra`: advantages_N, and sampled_N where the answers are the policy's own."""
-    log_probs_N = policy(batch).log_probs_N
-    loss = reinforce_loss(log_probs_N, batch.extra["advantages_N"]).sum() / totals["answers"]
-    return Share(loss, {"loss": loss.detach(), **_agreement(log_probs_N, batch, totals)})
-
-
-def twist_share(log_twist_N: Tensor, batch: TokenBatch, totals: Totals) -> Share:
-    """`batch.extra`: advantages_N."""
-    loss = reinforce_loss(log_twist_N, batch.extra["advantages_N"]).sum() / totals["answers"]
-    return Share(loss, {"loss": loss.detach()})
-
-
-def _agreement(log_probs_N: Tensor, batch: TokenBatch, totals: Totals) -> dict[str, Tensor]:
-    """How far what is trained is from what was sampled; a proposal's answers say nothing of that."""
-    sampled_N = batch.extra.get("sampled_N")
-    if sampled_N is None:
-        nothing = torch.zeros((), device=log_probs_N.device)
-        return {"log_prob_gap": nothing, "log_prob_ratio": nothing}
-    found = agreement(log_probs_N, log_probs_N, sampled_N, totals["seen_tokens"])
-    return {name: found[name] for name in ("log_prob_gap", "log_prob_ratio")}
-
-
 # ---- trainers
 
 
@@ -84,14 +60,31 @@ class TailPolicyTrainer(PolicyTrainer):
     """The policy."""
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
-        return policy_share(self.model, batch, totals)
+        """`batch.extra`: advantages_N, and sampled_N where the answers are the policy's own: how far what is trained is
+        from what was sampled, a proposal's answers cannot tell."""
+        log_probs_N, sampled_N = self.model(batch).log_probs_N, batch.extra.get("sampled_N")
+        loss = reinforce_loss(log_probs_N, batch.extra["advantages_N"]).sum() / totals["answers"]
+        found = dict.fromkeys(("log_prob_gap", "log_prob_ratio"), torch.zeros((), device=log_probs_N.device))
+        if sampled_N is not None:
+            figures = agreement(log_probs_N, log_probs_N, sampled_N, totals["seen_tokens"])
+            found = {name: figures[name] for name in found}
+        return Share(loss, {"loss": loss.detach(), **found})
 
 
 class ProposalTrainer(PolicyTrainer):
-    """A language model q of its own: log psi = log q - log p, with p as it was."""
+    """A second language model q: log psi = log q - log p, with p as it was."""
+
+    def log_twist(self, batch: TokenBatch) -> Tensor:
+        """log psi of every token."""
+        return self.model(batch).log_probs_N - batch.extra["policy_N"]
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
-        return twist_share(self.model(batch).log_probs_N - batch.extra["policy_N"], batch, totals)
+        loss = reinforce_loss(self.log_twist(batch), batch.extra["advantages_N"]).sum() / totals["answers"]
+        return Share(loss, {"loss": loss.detach()})
+
+    def log_twists(self, slices: Sequence[Slice]) -> list[Tensor]:
+        with memory_guard(), scoring(self.model):
+            return fetched([self.log_twist(batch.to(self.device.torch)) for batch in batches_of(slices)])
 
 
 class AdapterProposalTrainer(ProposalTrainer):
@@ -124,12 +117,12 @@ class AdapterProposalTrainer(ProposalTrainer):
 class TwistHeadTrainer(AdapterProposalTrainer):
     """A head on the policy's hidden states, whose output is log psi."""
 
-    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
-        return twist_share(self.model.log_twists(batch), batch, totals)
+    def log_twist(self, batch: TokenBatch) -> Tensor:
+        return self.model.log_twists(batch)
 
     def log_twists(self, slices: Sequence[Slice]) -> list[Tensor]:
-        with memory_guard(), self.model.at_work(), scoring(self.model):
-            return fetched([self.model.log_twists(batch.to(self.device.torch)) for batch in batches_of(slices)])
+        with self.model.at_work():
+            return super().log_twists(slices)
 
     def write_model(self, folder: Path) -> None:
         if self.mesh.leads:
@@ -138,25 +131,20 @@ class TwistHeadTrainer(AdapterProposalTrainer):
 
 
 class TwistModelTrainer(ProposalTrainer):
-    """A model of its own, whose output is log psi."""
+    """A second model, whose output is log psi."""
 
     model: TwistModel
 
-    def __init__(self, modulated: TwistedPolicy, *parts: Any):
+    def __init__(self, twisted: TwistedPolicy, *parts: Any):
         super().__init__(*parts)
-        self.modulated = modulated
+        self.twisted = twisted
 
-    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
-        return twist_share(self.model(batch), batch, totals)
-
-    def log_twists(self, slices: Sequence[Slice]) -> list[Tensor]:
-        with memory_guard(), scoring(self.model):
-            return fetched([self.model(batch.to(self.device.torch)) for batch in batches_of(slices)])
+    def log_twist(self, batch: TokenBatch) -> Tensor:
+        return self.model(batch)
 
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
-        with memory_guard(), self.modulated.at_work(), scoring(self.modulated):
-            found = [self.modulated(batch.to(self.device.torch)).log_probs_N for batch in batches_of(slices)]
-            return fetched(found)
+        with memory_guard(), self.twisted.at_work(), scoring(self.twisted):
+            return fetched([self.twisted(batch.to(self.device.torch)).log_probs_N for batch in batches_of(slices)])
 
     def write_model(self, folder: Path) -> None:
         weights = {name: whole(value) for name, value in self.model.twist.state_dict().items()}
@@ -176,7 +164,8 @@ def build_actor(options: TailOptions, place: Place) -> dict[str, Any]:
     loaded = load_policy(options, place.device, place.mesh)
     borrowing = None
     if options.method == "repulse" and options.proposal_lora_rank > 0:
-        borrowing = _borrowing_policy(loaded.model, options, place)
+        adapted = dataclasses.replace(options, lora_rank=options.proposal_lora_rank)
+        borrowing = SharedBasePolicy(loaded.model, adapted, place.device, split=place.mesh.size > 1)
     kind = PolicyTrainer if options.method == "ppo" else TailPolicyTrainer
     rewards = non_model_rewards(options, place.stop.requested)
     roles: dict[str, Any] = {
@@ -239,11 +228,6 @@ def _second_model(options: TailOptions, place: Place, within: Callable[[Policy],
     """From the same weights as the policy, and trained in full."""
     whole = dataclasses.replace(options, lora_rank=0)
     return load_policy(whole, place.device, place.mesh, within=within).model
-
-
-def _borrowing_policy(policy: Policy, options: TailOptions, place: Place) -> SharedBasePolicy:
-    adapted = dataclasses.replace(options, lora_rank=options.proposal_lora_rank)
-    return SharedBasePolicy(policy, adapted, place.device, split=place.mesh.size > 1)
 
 
 # ---- units

@@ -8,6 +8,7 @@ The proposal's rounds and its last answers are part of the iteration in hand, he
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,6 @@ from trimtab.errors import UserError
 from trimtab.evaluate.bad_words import check_countable
 from trimtab.interrupts import StopRequest
 from trimtab.models.load import fake_policy
-from trimtab.models.policy import Policy
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl.experience import Experience
@@ -301,12 +301,13 @@ def dry_run_tail(options: TailOptions) -> list[str]:
             bad = bad_tokens(options, load_job_tokenizer(options))
         except UserError as error:
             return [*lines, f"warning: {error}"]
-        check_countable(vocabulary_of(fake_policy(options)), bad, options.generate_max_len)
+        check_bad_words(options, bad)
     return lines
 
 
-def vocabulary_of(policy: Policy) -> int:
-    return policy.config.get_text_config().vocab_size
+def check_bad_words(options: TailOptions, bad: Sequence[int]) -> None:
+    """Whether --analytic_bad_word_calc can be done for this vocabulary and length."""
+    check_countable(fake_policy(options).config.get_text_config().vocab_size, bad, options.generate_max_len)
 
 
 class TailController(Controller):
@@ -325,8 +326,7 @@ class TailController(Controller):
     def check_models(self) -> None:
         super().check_models()
         if self.options.analytic_bad_word_calc:
-            bad = bad_tokens(self.options, self.tokenizer)
-            check_countable(vocabulary_of(fake_policy(self.options)), bad, self.options.generate_max_len)
+            check_bad_words(self.options, bad_tokens(self.options, self.tokenizer))
 
     def manifest(self, actor: dict[str, Any], reward: str) -> dict:
         return super().manifest(actor, reward) | {"run_name": run_name(self.options)}
