@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import random
 import shlex
@@ -397,6 +398,18 @@ def test_more_connections_than_may_be_are_sent_away(monkeypatch):
         while server.server.server_state.connections:
             time.sleep(0.01)
         assert CLIENT.get(server.url + "/health").status_code == 200
+
+
+def test_a_log_has_few_lines_and_counts_the_rest(caplog, monkeypatch):
+    logger = logging.getLogger("a server's")
+    http.rate_limit_logs(logger.name)
+    http.rate_limit_logs(logger.name)
+    for number in range(1000):
+        logger.error("trouble %d", number)
+    assert len(caplog.records) == http.LOG_LINES
+    monkeypatch.setattr(http, "LOG_SECONDS", 0.0)
+    logger.error("more")
+    assert caplog.records[-1].getMessage() == "more (after 980 lines left out)"
 
 
 def test_at_the_limit_of_descriptors_the_server_lives_and_its_log_stays_short():

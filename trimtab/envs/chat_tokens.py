@@ -207,16 +207,18 @@ def is_verbatim(messages: Sequence[Message]) -> bool:
 
 def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
     """The messages with the arguments of tool calls as JSON."""
-    found = []
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            written = [
-                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-                for call in calls
-            ]
-            message = {**message, "tool_calls": written}
-        found.append(message)
-    return found
+    return [
+        {**message, "tool_calls": calls_as_json(calls)} if (calls := message.get("tool_calls")) else message
+        for message in messages
+    ]
+
+
+def calls_as_json(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as JSON."""
+    return [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in calls
+    ]
 
 
 def _probe(messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> list[Message]:

@@ -79,7 +79,7 @@ class InstanceService:
     """Of the caller for its calls, and the seconds that a call may take."""
 
 
-# ---- one line of blame
+# ---- JSON values and error messages
 
 
 def jsonable(value: Any) -> Any:
@@ -105,9 +105,9 @@ def line_of(stack: traceback.StackSummary, file: str) -> str:
     return f" (line {lines[-1]})" if lines else ""
 
 
-def thread_line(thread: int, file: str) -> str:
+def thread_line(thread: threading.Thread | None, file: str) -> str:
     """The line of the file at which a thread is now."""
-    frame = sys._current_frames().get(thread)
+    frame = None if thread is None else sys._current_frames().get(thread.ident or 0)
     return "" if frame is None else line_of(traceback.extract_stack(frame), file)
 
 
@@ -124,15 +124,14 @@ class CallThread:
     def __init__(self) -> None:
         self.instances = 0
         self.free = asyncio.Lock()  # a call's time begins when it has this
-        self.ident = 0
+        self.thread: threading.Thread | None = None
         self._calls: queue.SimpleQueue[tuple[asyncio.Future[Outcome], Callable[..., Any], tuple[Any, ...]] | None]
         self._calls = queue.SimpleQueue()
 
     def submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> "asyncio.Future[Outcome]":
-        if not self.ident:
-            thread = threading.Thread(target=self._work, name="sandbox", daemon=True)
-            thread.start()
-            self.ident = thread.ident or 0
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._work, name="calls", daemon=True)
+            self.thread.start()
         future = asyncio.get_running_loop().create_future()
         self._calls.put((future, function, arguments))
         return future
@@ -175,7 +174,7 @@ class Caller:
                 called = self.thread.submit(function, arguments)
                 if not (await asyncio.wait({called}, timeout=limit))[0]:
                     held.pop_all()  # no other call may queue behind it
-                    raise CallStuck(f"took longer than {limit:g} s{thread_line(self.thread.ident, self.file)}")
+                    raise CallStuck(f"took longer than {limit:g} s{thread_line(self.thread.thread, self.file)}")
                 found, error = called.result()
                 await held.aclose()
                 if inspect.isawaitable(found):

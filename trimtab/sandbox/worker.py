@@ -167,7 +167,7 @@ class _Conversation:
         elif now - self._loop_asked > self._seconds:
             task = asyncio.current_task(self._loop)
             name = task.get_name() if task is not None else ""
-            place = thread_line(threading.main_thread().ident or 0, self._file)
+            place = thread_line(threading.main_thread(), self._file)
             words = f"a coroutine held up all others for longer than {self._seconds:g} s{place}"
             self._send("stuck", int(name) if name.isdigit() else None, words)
 

@@ -69,10 +69,10 @@ class AgentEpisode:
         calls = sum(len(turn.message.get("tool_calls", ())) for turn in turns)
         figures = {"tool_calls": float(calls), "tool_failures": 0.0, "unknown_tools": 0.0}
         logs = {**self.logs, **figures, "seconds_environment": self.seconds}
-        return Episode(_said(turns), None, self.reward, logs, self.begun, problem)
+        return Episode(_segments(turns), None, self.reward, logs, self.begun, problem)
 
 
-def _said(turns: list[RecordedTurn]) -> list[Segment]:
+def _segments(turns: list[RecordedTurn]) -> list[Segment]:
     """Every turn once, in the order of sampling, each in the branch that trains it, with the messages before it."""
     found: list[tuple[int, Segment]] = []
     known: set[int] = set()

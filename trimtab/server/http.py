@@ -45,6 +45,9 @@ MOST_CONNECTIONS = 1024
 OTHER_DESCRIPTORS = 64  # what the process has open besides connections
 BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64
+LOG_SECONDS, LOG_LINES = 10.0, 20
+OWN_LOGS = ("http", "http_workers", "endpoints", "request_queue", "reward_server")  # modules here
+LOGS = ("uvicorn.error", "asyncio", *(f"trimtab.server.{name}" for name in OWN_LOGS))
 
 
 # ---- errors
@@ -231,7 +234,7 @@ class ServerMetrics:
         return "\n".join(lines) + "\n"
 
 
-# ---- limits on connections and slow clients
+# ---- limits on connections, slow clients and logs
 
 
 def connection_limit(wanted: int | None = None) -> int:
@@ -290,6 +293,31 @@ def protocol_with_limits(connections: int) -> type[asyncio.Protocol]:
                 self.transport.close()
 
     return LimitedHTTPProtocol
+
+
+class LogRateLimit(logging.Filter):
+    """Passes LOG_LINES lines of a logger in LOG_SECONDS, and counts the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since, self._passed, self._dropped = 0.0, 0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if now - self._since >= LOG_SECONDS:
+            if self._dropped:
+                record.msg, record.args = f"{record.getMessage()} (after {self._dropped} lines left out)", None
+            self._since, self._passed, self._dropped = now, 0, 0
+        self._passed += 1
+        self._dropped += self._passed > LOG_LINES
+        return self._passed <= LOG_LINES
+
+
+def rate_limit_logs(*names: str) -> None:
+    for name in names:
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, LogRateLimit) for known in logger.filters):
+            logger.addFilter(LogRateLimit())
 
 
 # ---- binding, serving, draining
@@ -367,6 +395,7 @@ def make_server(
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=SECONDS_TO_SEND,
     )
+    rate_limit_logs(*LOGS)
     return DrainingServer(config, app.state.gate, drain_seconds)
 
 

@@ -41,7 +41,7 @@ from trimtab.sandbox.process import WorkerProcess
 from trimtab.sandbox.worker import begin_worker
 from trimtab.server import ipc
 from trimtab.server.endpoints import make_policy_app
-from trimtab.server.http import DrainingServer, make_server
+from trimtab.server.http import LOGS, DrainingServer, make_server, rate_limit_logs
 from trimtab.server.ipc import MessageProtocol
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.request_queue import CompletionRequest, PolicyMetrics, QueuedRequest, RequestQueue
@@ -106,6 +106,7 @@ class HTTPWorkers:
         self._delivering = self._signaled = False
         # The app's own gate stays open: a request that a worker accepted before it heard of the drain is answered.
         self._closing = False
+        rate_limit_logs(*LOGS)
 
     def run(self, sockets: Sequence[socket.socket]) -> None:
         with self._signal_handlers():

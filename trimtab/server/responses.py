@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
+from trimtab.envs.chat_tokens import calls_as_json
 from trimtab.envs.types import Message
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.request_params import RequestParams
@@ -189,10 +190,7 @@ def _shown_message(message: Message) -> Message:
         shown |= {"reasoning": thought, "reasoning_content": thought}
     if calls := message.get("tool_calls"):
         shown["content"] = message["content"] or None
-        shown["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in calls
-        ]
+        shown["tool_calls"] = calls_as_json(calls)
     return shown
 
 

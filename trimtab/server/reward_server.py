@@ -11,8 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import queue
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -22,6 +20,7 @@ from trimtab.errors import UserError
 from trimtab.rewards.client import PROTOCOLS, Protocol, ProtocolError, protocol_of
 from trimtab.rewards.types import BadSample, Reward, RewardFailed, RewardRequest, RewardResult, WeightedReward
 from trimtab.rewards.verifiers import make_verifier
+from trimtab.sandbox.calls import CallThread
 
 try:
     from starlette.applications import Starlette
@@ -71,9 +70,7 @@ class Batcher:
         self._waiting: deque[tuple[RewardRequest, Scored]] = deque()
         self._arrived = asyncio.Event()
         self._unanswered: set[Scored] = set()
-        self._work: queue.SimpleQueue[tuple[RewardRequest, Scored] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._score_in_thread, name="reward", daemon=True)
-        self.thread.start()
+        self.calls = CallThread()
 
     async def score(self, request: RewardRequest) -> RewardResult:
         if not len(request):
@@ -112,22 +109,6 @@ class Batcher:
             if not future.done():
                 future.set_exception(ServerClosing())
 
-    def close(self) -> None:
-        self._work.put(None)
-
-    def _score_in_thread(self) -> None:
-        while (work := self._work.get()) is not None:
-            request, future = work
-            try:
-                self._settle(future, future.set_result, self.reward(request))
-            except BaseException as error:
-                self._settle(future, future.set_exception, error)
-
-    @staticmethod
-    def _settle(future: Scored, settle: Callable[[Any], None], outcome: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-            future.get_loop().call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
-
     def _next_batch(self) -> list[tuple[RewardRequest, Scored]]:
         batch: list[tuple[RewardRequest, Scored]] = []
         samples = 0
@@ -139,26 +120,17 @@ class Batcher:
             samples += size
         return batch
 
-    async def _score_all(self, requests: list[RewardRequest]) -> list[RewardResult | Exception]:
-        scored = asyncio.get_running_loop().create_future()
-        try:
-            with self.metrics.working():
-                self._work.put((RewardRequest.joined(requests), scored))
-                whole = await scored
-        except Exception as error:
-            if len(requests) == 1:
-                return [error]
-            return [outcome for request in requests for outcome in await self._score_all([request])]
-        finally:
-            self.metrics.batches += 1
-            self.metrics.samples += sum(map(len, requests))
-        edges = itertools.accumulate(map(len, requests), initial=0)
-        return [_part(whole, slice(first, last)) for first, last in itertools.pairwise(edges)]
-
-
-def _part(result: RewardResult, rows: slice) -> RewardResult:
-    logs = {name: values[rows] for name, values in result.logs.items()}
-    return RewardResult(result.rewards[rows], result.scores[rows], logs)
+    async def _score_all(self, requests: list[RewardRequest]) -> list[RewardResult | BaseException]:
+        with self.metrics.working():
+            whole, error = await self.calls.submit(self.reward, (RewardRequest.joined(requests),))
+        self.metrics.batches += 1
+        self.metrics.samples += sum(map(len, requests))
+        if error is None:
+            edges = itertools.accumulate(map(len, requests), initial=0)
+            return [whole.take(range(first, last)) for first, last in itertools.pairwise(edges)]
+        if len(requests) == 1:
+            return [error]
+        return [outcome for request in requests for outcome in await self._score_all([request])]
 
 
 def make_reward_app(
@@ -177,7 +149,7 @@ def make_reward_app(
         running = asyncio.create_task(batcher.run())
         yield
         running.cancel()
-        batcher.close()
+        batcher.calls.close()
 
     async def score(request: Request) -> Response:
         protocol = next(known for known in PROTOCOLS.values() if known.path == request.url.path)
@@ -270,5 +242,8 @@ def run_reward_server(
     app = make_reward_app(reward, token=token, max_bytes=max_bytes, max_samples=max_samples)
     say(f"serving {reward.name} at {address(listening)}")
     run_until_signal(make_server(app, drain_seconds), listening)
-    app.state.batcher.thread.join(SECONDS_TO_SEND)
-    return not app.state.batcher.thread.is_alive()
+    thread = app.state.batcher.calls.thread
+    if thread is None:  # nothing was scored
+        return True
+    thread.join(SECONDS_TO_SEND)
+    return not thread.is_alive()
