@@ -85,14 +85,14 @@ class MadeUpGraphs(DecodeGraphs):
 
 
 class NothingRead:
-    def read(self, runner: object, prompts: list) -> torch.Tensor:
+    def prefill(self, runner: object, prompts: list) -> torch.Tensor:
         return torch.zeros(len(prompts), 8)
 
 
 class Captured:
     """In the place of captured graphs; the tokens that their steps leave behind were drawn before."""
 
-    possible, reads = True, NothingRead()
+    possible, prefills = True, NothingRead()
 
     def __init__(self, policy: Policy, max_num_seqs: int, *, possible: bool):
         self.policy, self.max_num_seqs = policy, max_num_seqs
