@@ -228,7 +228,7 @@ def one_by_one(rollouts: list[Trajectory], questions: PromptBatch, size: int, to
         alone = [dataclasses.replace(rollout, prompt=0) for rollout in own]
         judging.submit(place, questions.take(place), alone)
         kept += judging.take()
-    Experience.joined([written.answers.experience for written in kept])
+    Experience.joined([finished.experience for finished in kept])
     judging.close()
 
 

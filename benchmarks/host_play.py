@@ -47,9 +47,9 @@ class Read(NothingRead):
 
     sizes: ClassVar[list[tuple[int, int]]] = []
 
-    def read(self, runner: object, prompts: list) -> torch.Tensor:
+    def prefill(self, runner: object, prompts: list) -> torch.Tensor:
         self.sizes.append((len(prompts), sum(len(ids) - done for ids, done, _ in prompts)))
-        return super().read(runner, prompts)
+        return super().prefill(runner, prompts)
 
 
 def nothing_read_on(reader: Prefill, sequences: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
@@ -63,7 +63,7 @@ def nothing_computed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     rng = np.random.default_rng(0)
 
     class Playing(Captured):
-        reads = Read()
+        prefills = Read()
 
         def decode_graphs(self, cache, sampling: SamplingParams, longest: int) -> DecodeGraphs:
             if self.decodes is None or not self.decodes.holds(longest):
