@@ -61,9 +61,8 @@ class PackedModel(nn.Module):
             with self.rotary.of(token_lengths(batch.spans)):
                 return self._run(row, batch.ids_T, batch.positions_T, router)
         rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
-        arguments = {"output_router_logits": True} if router else {}
         with self.rotary.of(rows.lengths):
-            out = self._backbone(**rows.inputs, **arguments)
+            out = self._backbone(router, **rows.inputs)
         routers = tuple(r.view(-1, r.shape[-1])[rows.flat_T] for r in out.router_logits) if router else None
         return out.last_hidden_state.flatten(0, 1)[rows.flat_T], routers
 
@@ -83,12 +82,21 @@ class PackedModel(nn.Module):
 
     def _run(self, row: Row, ids_T: Tensor, positions_T: Tensor, router: bool) -> tuple[Tensor, Routers]:
         self.attention.begin(self.inner, row)
-        arguments = {"output_router_logits": True} if router else {}
         inputs = {"input_ids": ids_T[None], "attention_mask": unpadded(ids_T[None]), "position_ids": positions_T[None]}
-        out = self._backbone(**inputs, **arguments)
+        out = self._backbone(router, **inputs)
         return out.last_hidden_state[0], out.router_logits if router else None
 
-    def _backbone(self, **arguments: Any) -> Any:
+    def own_logits(self, batch: TokenBatch, padding: int | None = None) -> "tuple[PaddedRows, Tensor]":
+        """Padded rows and the model's own output for them. `padding`: the token that its code takes for padding."""
+        rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
+        if padding is not None:
+            rows.inputs["input_ids"].masked_fill_(rows.inputs["attention_mask"] == 0, padding)
+        with self.rotary.of(rows.lengths):
+            return rows, self.inner(**rows.inputs, use_cache=False).logits
+
+    def _backbone(self, router: bool, **arguments: Any) -> Any:
+        if router:
+            arguments["output_router_logits"] = True
         away = self.activations if torch.is_grad_enabled() else None
         with contextlib.nullcontext() if away is None else away.instead():
             return self.inner.base_model(**arguments, use_cache=False)

@@ -1,4 +1,4 @@
-"""A causal LM seen as log-probabilities: the root module of every job that trains a policy."""
+"""A causal LM as a policy: log-probabilities of trained tokens, entropies, and what distillation compares."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from torch.utils._pytree import register_dataclass
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.fsdp import gathered
 from trimtab.models.lm_head import LogitShape, choice_log_probs, shaped_logits, token_divergence, token_log_probs
-from trimtab.models.packed import PackedModel, PaddedRows
+from trimtab.models.packed import PackedModel
 
 
 @dataclass
@@ -26,7 +26,7 @@ class PolicyOutput:
     router_logits: tuple[Tensor, ...] | None = None  # one [T, experts] a layer, of the tokens that are here
 
 
-register_dataclass(PolicyOutput)  # so that a split model of torch 2.11 finds the tensors in it
+register_dataclass(PolicyOutput)  # so that FSDP2 of torch 2.11 finds the tensors in it
 
 
 @dataclass
@@ -40,6 +40,8 @@ class Teacher:
 
 
 class Policy(PackedModel):
+    """The root module of every job that trains a policy."""
+
     @property
     def head(self) -> nn.Module:
         return self.inner.get_output_embeddings()
@@ -74,12 +76,16 @@ class Policy(PackedModel):
         batch = self.rotary.separate(batch)
         if self.path == "logits":
             assert choices_K is None and not hidden_only and teacher is None
-            return self._from_logits(batch, temperature, entropy)
+            rows, logits = self.own_logits(batch)
+            predicting_N = rows.flat_T[batch.predictors_N]
+            logits = shaped_logits(logits.flatten(0, 1)[predicting_N], LogitShape(), temperature)
+            log_probs = logits.log_softmax(-1)
+            entropies = -(log_probs.exp() * log_probs).sum(-1) if entropy else None
+            return PolicyOutput(log_probs.gather(-1, batch.targets_N[:, None])[:, 0], entropies)
+        read = self.read(batch, batch.predictors_N if choices_K is None else batch.trained_N, router=router)
         if choices_K is not None:
-            read = self.read(batch, batch.trained_N, router=router)
-            log_probs = choice_log_probs(read.states_ND, self.head, choices_K, self.logit_shape)
-            return PolicyOutput(choices_NK=read.whole(log_probs), router_logits=read.routers)
-        read = self.read(batch, batch.predictors_N, router=router)
+            choices = choice_log_probs(read.states_ND, self.head, choices_K, self.logit_shape)
+            return PolicyOutput(choices_NK=read.whole(choices), router_logits=read.routers)
         if hidden_only:
             return PolicyOutput(hidden_ND=read.states_ND)
         log_probs, entropies = token_log_probs(
@@ -101,15 +107,6 @@ class Policy(PackedModel):
             )
             out.divergence_N = read.whole(divergence)
         return out
-
-    def _from_logits(self, batch: TokenBatch, temperature: float, entropy: bool) -> PolicyOutput:
-        rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
-        with self.rotary.of(rows.lengths):
-            logits = self.inner(**rows.inputs, use_cache=False).logits.flatten(0, 1)
-        logits = shaped_logits(logits[rows.flat_T[batch.predictors_N]], LogitShape(), temperature)
-        log_probs = logits.log_softmax(-1)
-        entropies = -(log_probs.exp() * log_probs).sum(-1) if entropy else None
-        return PolicyOutput(log_probs.gather(-1, batch.targets_N[:, None])[:, 0], entropies)
 
     def check_values(self, batch: TokenBatch) -> Tensor:
         return self(batch).log_probs_N

@@ -29,7 +29,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
 from trimtab.files import replacing
-from trimtab.models.packed import PackedModel, PaddedRows
+from trimtab.models.packed import PackedModel
 from trimtab.models.parallel.context_parallel import Routers
 
 REWARDS = "rewards.json"  # beside the model: every reward of the evaluation pairs, their mean and spread
@@ -127,12 +127,9 @@ class RewardModel(PackedModel):
     def forward(self, batch: TokenBatch, *, router: bool = False) -> RewardOutput:
         batch = self.rotary.separate(batch)
         if self.path == "logits":
-            rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
             # The model itself looks for the last token that is not padding.
-            padding = self.config.get_text_config().pad_token_id
-            rows.inputs["input_ids"].masked_fill_(rows.inputs["attention_mask"] == 0, padding)
-            with self.rotary.of(rows.lengths):
-                return RewardOutput(self.inner(**rows.inputs, use_cache=False).logits[:, 0].float())
+            _, logits = self.own_logits(batch, self.config.get_text_config().pad_token_id)
+            return RewardOutput(logits[:, 0].float())
         read = self.read(batch, batch.last_S, router=router)
         return RewardOutput(read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float()), read.routers)
 
