@@ -34,8 +34,7 @@ from trimtab.plan.hardware import GIB, Hardware
 from trimtab.plan.planner import make_plan
 from trimtab.plan.workload import supposed
 from trimtab.train import supervised
-from trimtab.train.rl import trainer
-from trimtab.train.rl.launch import train_rl
+from trimtab.train.rl import train_rl, trainer
 from trimtab.train.supervised import train_supervised
 
 TRAIN = {"sft": train_supervised, "dpo": train_supervised, "grpo": train_rl}

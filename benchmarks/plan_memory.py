@@ -42,8 +42,7 @@ from trimtab.plan.planner import make_plan
 from trimtab.plan.workload import supposed
 from trimtab.train import supervised
 from trimtab.train.metrics import read_rows
-from trimtab.train.rl import trainer
-from trimtab.train.rl.launch import train_rl
+from trimtab.train.rl import train_rl, trainer
 from trimtab.train.supervised import train_supervised
 
 SHAPES = {

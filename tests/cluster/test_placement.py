@@ -101,7 +101,7 @@ def test_what_another_job_holds_is_said_to_be_taken(cluster, tmp_path, monkeypat
 
 def test_what_the_devices_of_the_cluster_do_not_offer_is_refused_before_anything_is_loaded(tmp_path):
     from trimtab.distributed.device import DEVICE_KINDS, kind_of_resource
-    from trimtab.train.rl.on_cluster import refuse_on
+    from trimtab.train.rl.ray_run import refuse_on
 
     options = options_of("--actor_num_gpus_per_node 2 --ds_tensor_parallel_size 2", tmp_path)
     for resource in ("GPU", None):

@@ -7,8 +7,8 @@ from tests.vllm.conftest import engine_of, write_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.rl.async_groups import Admission, InFlightGroup
 from trimtab.train.rl.async_worker import ThreadedRolloutWorker
+from trimtab.train.rl.rollout_worker import Admission, InFlightGroup
 
 PROMPTS, SEEDS = [[5, 6, 7, 8], [9, 10, 11], [12]], [1, 2, 3]
 GREEDY = SamplingParams(max_new_tokens=100, n=2, temperature=0)

@@ -10,9 +10,9 @@ import numpy as np
 from trimtab.distributed.launcher import EngineLost, Group, PendingCall, Processes, Unanswered
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl.async_groups import Admission, Collected, FinishedGroup, InFlightGroup, Wait
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_client import RolloutClient
+from trimtab.train.rl.rollout_worker import Admission, Collected, FinishedGroup, InFlightGroup, Wait
 
 SAMPLES = 2
 
@@ -147,7 +147,7 @@ class Store:
         return f"line {row + 1}"
 
 
-class FakeAsking(RolloutClient):
+class FakeClient(RolloutClient):
     def __init__(self, rollouts: Group, reward_models: Group | None = None):
         self.stores, self.rollouts, self.reward_models = {"train": Store()}, rollouts, reward_models
         self.weighing, self._near = RewardSum(["reward"], [1.0]), False

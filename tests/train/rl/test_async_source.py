@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from tests.train.rl.scripted_client import FakeAsking, Process, SeveralWorkers
+from tests.train.rl.scripted_client import FakeClient, Process, SeveralWorkers
 from trimtab.config.jobs import GRPOOptions
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
@@ -36,19 +36,19 @@ class Run:
         """Anew, in other processes."""
         self.members = [Process(seed * 10 + rank) for rank in range(processes)]
         self.group = SeveralWorkers(self.members)
-        asking = FakeAsking(self.group)
+        client = FakeClient(self.group)
         steps = -(-self.order.steps // self.options.rollout_batch_size)
-        self.supply = AsyncSource(self.options, self.order, SamplingParams(n=2), asking, steps)
-        asking.replace_engine = self.mend
+        self.source = AsyncSource(self.options, self.order, SamplingParams(n=2), client, steps)
+        client.replace_engine = self.mend
 
     def mend(self, lost) -> None:
         self.group.mend()
         for member in self.group.members:
-            member.version = self.supply.ledger.iteration
-        self.supply.engine_replaced()
+            member.version = self.source.ledger.iteration
+        self.source.engine_replaced()
 
     def iterate(self) -> bool:
-        sampled = self.supply.next(self.iteration, self.used, StopRequest())
+        sampled = self.source.next(self.iteration, self.used, StopRequest())
         assert sampled is not None
         experience, prompts, self.figures = sampled
         if experience is not None:
@@ -63,16 +63,16 @@ class Run:
         assert torch.equal(experience.rewards_S, experience.logs["reward"])
 
     def trained(self, prompts: int) -> None:
-        with self.supply.paused():
+        with self.source.paused():
             for member in self.group.members:
                 assert not member.writing, "weights change while nobody writes"
                 member.version = self.iteration + 1
-        self.supply.trained()
-        self.lines.append(self.supply.settled())
+        self.source.trained()
+        self.lines.append(self.source.settled())
         self.iteration, self.used = self.iteration + 1, self.used + prompts
 
     def saved(self) -> tuple:
-        tensors, state = self.supply.state(in_hand=False)
+        tensors, state = self.source.state(in_hand=False)
         kept = {name: tensor.clone() for name, tensor in tensors.items()}
         return kept, json.dumps(state), self.iteration, self.used, list(self.lines)
 
@@ -82,7 +82,7 @@ class Run:
         self.begin(seed, processes)
         for member in self.members:
             member.version = self.iteration
-        self.supply.restore(tensors, json.loads(state))
+        self.source.restore(tensors, json.loads(state))
 
     def settled(self) -> list[int]:
         return sorted(place for line in self.lines for place in [*line["trained"], *line["filtered"]])
@@ -105,18 +105,18 @@ def test_every_prompt_is_trained_or_filtered_once_over_random_kills_and_numbers_
     if filtering:  # the answers to a prompt of a row 3 k + 1 are rewarded alike
         useful = {place for place in range(run.order.steps) if run.order.step_samples(place)[0] % 3 != 1}
         assert {place for line in run.lines for place in line["trained"]} == useful
-    assert not run.supply.scored and not run.supply.ledger.versions
+    assert not run.source.scored and not run.source.ledger.versions
 
 
 def test_what_is_written_survives_a_checkpoint_token_by_token():
     run = Run(3, async_queue_size=2, async_staleness=4)
     run.iterate()
     before = {group.place: group for group in run.members[0].unfinished()}
-    judged = dict(run.supply.scored)
+    judged = dict(run.source.scored)
     assert before and any(len(group.trajectories[0].ids) for group in before.values())
     run.killed(run.saved(), seed=9, processes=2)
     after = {group.place: group for member in run.members for group in member.unfinished()}
-    assert after.keys() == before.keys() and run.supply.scored.keys() == judged.keys()
+    assert after.keys() == before.keys() and run.source.scored.keys() == judged.keys()
     for place, group in before.items():
         assert (group.row, group.seed, group.version) == (after[place].row, after[place].seed, after[place].version)
         for old, new in zip(group.trajectories, after[place].trajectories, strict=True):
@@ -126,16 +126,16 @@ def test_what_is_written_survives_a_checkpoint_token_by_token():
 
 def test_a_batch_that_nothing_was_learnt_from_is_handed_out_again():
     run = Run(4)
-    experience, prompts, _ = run.supply.next(0, 0, StopRequest())
-    assert run.supply.settled() is not None, "to ask is not to say that it is trained"
-    again, more, _ = run.supply.next(0, 0, StopRequest())
+    experience, prompts, _ = run.source.next(0, 0, StopRequest())
+    assert run.source.settled() is not None, "to ask is not to say that it is trained"
+    again, more, _ = run.source.next(0, 0, StopRequest())
     assert torch.equal(experience.ids_T, again.ids_T) and prompts == more
-    tensors, state = run.supply.state(in_hand=False)
+    tensors, state = run.source.state(in_hand=False)
     run.killed((tensors, json.dumps(state), 0, 0, []), seed=4, processes=1)
-    resumed, _, _ = run.supply.next(0, 0, StopRequest())
+    resumed, _, _ = run.source.next(0, 0, StopRequest())
     assert torch.equal(resumed.rows_S, experience.rows_S)
-    run.supply.trained()
-    run.lines = [run.supply.settled()]
+    run.source.trained()
+    run.lines = [run.source.settled()]
     run.iteration, run.used = 1, prompts
     while run.iterate():
         pass
@@ -144,8 +144,8 @@ def test_a_batch_that_nothing_was_learnt_from_is_handed_out_again():
 
 def test_a_batch_in_hand_is_the_loops_and_not_put_back():
     run = Run(4)
-    experience, prompts, _ = run.supply.next(0, 0, StopRequest())
-    tensors, state = run.supply.state(in_hand=True)
+    experience, prompts, _ = run.source.next(0, 0, StopRequest())
+    tensors, state = run.source.state(in_hand=True)
     run.killed((tensors, json.dumps(state), 0, 0, []), seed=4, processes=1)
     run.trained(prompts)
     assert run.lines[0]["trained"] and len(run.lines[0]["trained"]) == experience.groups
@@ -172,7 +172,7 @@ def test_an_engine_that_is_lost_while_another_is_late_is_replaced_once(method):
     for _ in range(3):
         if method == "collect":
             run.group.late[method], run.group.lost["collect"] = 0, 1
-        _, prompts, _ = run.supply.next(run.iteration, run.used, StopRequest())
+        _, prompts, _ = run.source.next(run.iteration, run.used, StopRequest())
         if method == "pause":
             run.group.late[method], run.group.lost["collect"] = 0, 1
         run.trained(prompts)
@@ -189,7 +189,7 @@ def test_when_everything_is_built_anew_everything_is_given_out_again():
     run.group.members[:] = [Process(77), Process(78)]
     for member in run.group.members:
         member.version = run.iteration
-    run.supply.rebuilt()
+    run.source.rebuilt()
     while run.iterate():
         pass
     assert run.settled() == list(range(run.order.steps))
@@ -237,7 +237,7 @@ def test_a_bound_that_the_answers_of_a_checkpoint_cannot_keep_is_refused():
     later = json.loads(state)
     later["ledger"]["iteration"] += 3
     with pytest.raises(UserError, match=r"--async_staleness 2: answers of the checkpoint would be older .* give 2 and"):
-        run.supply.restore(tensors, later)
+        run.source.restore(tensors, later)
 
 
 def test_figures_of_age_are_those_of_what_was_handed_out():
@@ -246,4 +246,4 @@ def test_figures_of_age_are_those_of_what_was_handed_out():
         ages = [run.iteration - 1 - version for version in run.lines[-1]["versions"]]
         assert run.figures["age"] == pytest.approx(sum(ages) / len(ages))
         assert run.figures["age_max"] == max(ages)
-        assert 0 <= run.figures["waiting"] <= 1 and run.figures["under_way"] == len(run.supply.ledger.versions)
+        assert 0 <= run.figures["waiting"] <= 1 and run.figures["under_way"] == len(run.source.ledger.versions)

@@ -16,8 +16,8 @@ from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.rl.async_groups import Admission, InFlightGroup
 from trimtab.train.rl.async_worker import AsyncRolloutWorker
+from trimtab.train.rl.rollout_worker import Admission, InFlightGroup
 
 DRAWN = SamplingParams(max_new_tokens=30, n=3)
 

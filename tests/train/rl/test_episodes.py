@@ -10,17 +10,10 @@ from tests.train.rl.test_experience import assert_equal
 from trimtab.distributed.serialization import Serializer
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.rl.async_groups import (
-    FinishedGroup,
-    InFlightGroup,
-    fitting,
-    partials_from_disk,
-    partials_on_disk,
-    whole_from_disk,
-    whole_on_disk,
-)
+from trimtab.train.rl.async_source import fitting, partials_from_disk, partials_on_disk, whole_from_disk, whole_on_disk
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.launch import RECORDS
+from trimtab.train.rl.rollout_worker import FinishedGroup, InFlightGroup
 
 FIRST = [
     Played([([1, 2], 0.5), ([3], -0.25), ([4, 5, 6], 1.0)], branches=[1]),

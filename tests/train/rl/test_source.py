@@ -37,14 +37,14 @@ class Answered:
         )
 
 
-def iterations(asking, **changes):
+def iterations(client, **changes):
     """The rows of every iteration until the supply ends."""
     fixed = {"rollout_batch_size": 3, "n_samples_per_prompt": 2, "dynamic_filtering": True, "no_shuffle": True}
     options = GRPOOptions(**fixed | changes)
     order = prompt_order(PROMPTS, options, 1)
-    supply, used, found = SyncSource(options, order, SamplingParams(), asking), 0, []
+    source, used, found = SyncSource(options, order, SamplingParams(), client), 0, []
     while used < order.steps:
-        experience, taken, figures = supply.next(len(found), used, StopRequest())
+        experience, taken, figures = source.next(len(found), used, StopRequest())
         if experience is None:
             return found
         used += taken
@@ -75,8 +75,8 @@ def test_filtering_looks_at_samples_with_drawn_tokens_alone(rule, kept):
         rollout_batch_size=PROMPTS, n_samples_per_prompt=3, dynamic_filtering=True, no_shuffle=True,
         dynamic_filtering_rule=rule, dynamic_filtering_reward_range=(0.49, 1.0),
     )  # fmt: skip
-    supply = SyncSource(options, prompt_order(PROMPTS, options, 1), SamplingParams(), OneEmpty())
-    experience, _, figures = supply.next(0, 0, StopRequest())
+    source = SyncSource(options, prompt_order(PROMPTS, options, 1), SamplingParams(), OneEmpty())
+    experience, _, figures = source.next(0, 0, StopRequest())
     assert experience.rows_S[::3].tolist() == kept and figures["filtered_groups"] == PROMPTS - len(kept)
 
 
@@ -87,27 +87,27 @@ def test_differing_keeps_groups_whose_scores_are_not_all_alike_whatever_their_me
 
 
 def test_after_so_many_rounds_an_iteration_is_made_of_what_there_is():
-    asking = Answered()
-    assert iterations(asking, dynamic_filtering_rule="differing", dynamic_filtering_batches=1) == [
+    client = Answered()
+    assert iterations(client, dynamic_filtering_rule="differing", dynamic_filtering_batches=1) == [
         [1],
         [3, 5],
         [7],
         [9],
     ]
-    assert asking.asked == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
-    asking = Answered()
+    assert client.asked == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    client = Answered()
     two = iterations(
-        asking, dynamic_filtering_rule="differing", dynamic_filtering_batches=2, vllm_generate_batch_size=2
+        client, dynamic_filtering_rule="differing", dynamic_filtering_batches=2, vllm_generate_batch_size=2
     )
-    assert two == [[1, 3], [5, 7], [9]] and asking.asked == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert two == [[1, 3], [5, 7], [9]] and client.asked == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 def test_where_no_group_is_of_use_after_so_many_rounds_the_run_is_told():
-    asking = Answered(useful=lambda row: False)
+    client = Answered(useful=lambda row: False)
     with pytest.raises(RewardFailed, match=r"no group of answers was of use in 2 rounds of sampling \(--dynamic_filt"):
-        iterations(asking, dynamic_filtering_rule="differing", dynamic_filtering_batches=2)
-    assert len(asking.asked) == 2
-    assert iterations(asking, dynamic_filtering_rule="differing") == [], "without a limit the prompts run out"
+        iterations(client, dynamic_filtering_rule="differing", dynamic_filtering_batches=2)
+    assert len(client.asked) == 2
+    assert iterations(client, dynamic_filtering_rule="differing") == [], "without a limit the prompts run out"
 
 
 @pytest.mark.parametrize("changes", [{"dynamic_filtering": False}, {"dynamic_filtering_rule": "differing"}])
@@ -117,13 +117,13 @@ def test_with_drop_last_no_iteration_is_smaller(changes):
 
 
 def test_groups_whose_environment_failed_are_left_out_and_the_next_prompts_taken():
-    asking = Answered(broken=(1, 3, 9))
+    client = Answered(broken=(1, 3, 9))
     played = {"environment": "rg:game", "env_max_failed": 0.7, "dynamic_filtering": False}
-    assert iterations(asking, **played) == [[0, 2, 4], [5, 6, 7], [8]]
-    assert asking.asked == [[0, 1, 2], [3], [4], [5, 6, 7], [8, 9]], "as many as are missing"
-    asking = Answered(broken=(1, 3))
+    assert iterations(client, **played) == [[0, 2, 4], [5, 6, 7], [8]]
+    assert client.asked == [[0, 1, 2], [3], [4], [5, 6, 7], [8, 9]], "as many as are missing"
+    client = Answered(broken=(1, 3))
     differing = played | {"dynamic_filtering": True, "dynamic_filtering_rule": "differing"}
-    assert iterations(asking, **differing) == [[5, 7, 9]], "some failed, some taught nothing"
+    assert iterations(client, **differing) == [[5, 7, 9]], "some failed, some taught nothing"
 
 
 def test_too_many_failures_in_an_iteration_end_the_run_in_the_environments_words():

@@ -18,10 +18,17 @@ from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.micro_batch_limit import InsufficientMemory
-from trimtab.train.rl.async_groups import Admission, Collected, FinishedGroup, InFlightGroup, Wait
 from trimtab.train.rl.rollout_client import RolloutClient, travelling
 from trimtab.train.rl.rollout_files import Told
-from trimtab.train.rl.rollout_worker import FailedGroup, rollout_too_large
+from trimtab.train.rl.rollout_worker import (
+    Admission,
+    Collected,
+    FailedGroup,
+    FinishedGroup,
+    InFlightGroup,
+    Wait,
+    rollout_too_large,
+)
 
 MOST_ROWS = 40  # of the watchdog's table
 STORE = "train"

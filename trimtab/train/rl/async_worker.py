@@ -33,13 +33,17 @@ from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
 from trimtab.train.micro_batch_limit import InsufficientMemory, memory_guard
-from trimtab.train.rl.async_groups import Admission, Collected, FinishedGroup, InFlightGroup, Wait
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_files import JUDGING, WRITING, Spans, Told
 from trimtab.train.rl.rollout_worker import (
+    Admission,
+    Collected,
     FailedGroup,
+    FinishedGroup,
+    InFlightGroup,
     RolloutWorker,
     SampleScorer,
+    Wait,
     failed_groups,
     rollout_too_large,
 )

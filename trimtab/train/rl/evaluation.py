@@ -27,11 +27,11 @@ class Evaluation:
         self.store, self.sampling = store, sampling
         self.shown: Experience | None = None  # of the last evaluation: the answers to its first prompts
 
-    def run(self, asking: RolloutClient) -> dict[str, float] | None:
+    def run(self, client: RolloutClient) -> dict[str, float] | None:
         """Figures over all prompts, and over those of each data source where there are several. None: the answers were
         given up."""
         requests = [(row, request_seed(SEED, row)) for row in range(len(self.store))]
-        asked = asking.ask(requests, "evaluation", self.sampling)
+        asked = client.ask(requests, "evaluation", self.sampling)
         if asked is None:
             return None
         if (experience := asked.experience) is None:

@@ -48,7 +48,6 @@ from trimtab.train.launch import (
     with_few_rows,
 )
 from trimtab.train.micro_batch_limit import InsufficientMemory, RebuildModels
-from trimtab.train.rl.async_groups import Admission, Collected, FinishedGroup, InFlightGroup, Wait
 from trimtab.train.rl.async_source import AsyncSource
 from trimtab.train.rl.checks import (
     check_drop_last,
@@ -71,7 +70,15 @@ from trimtab.train.rl.roles import (
     with_environment_defaults,
 )
 from trimtab.train.rl.rollout_client import RolloutClient
-from trimtab.train.rl.rollout_worker import FailedGroup, SampledGroups
+from trimtab.train.rl.rollout_worker import (
+    Admission,
+    Collected,
+    FailedGroup,
+    FinishedGroup,
+    InFlightGroup,
+    SampledGroups,
+    Wait,
+)
 from trimtab.train.rl.source import (
     Recording,
     ReplaySource,
@@ -180,37 +187,37 @@ class Controller:
             )
             evaluation = Evaluation(self.stores["evaluation"], eval_sampling)
         text = None if self.text is None else TextMixture(self.text, options)
-        asking = RolloutClient(self.stores, self.tokenizer, groups["rollouts"], groups.get("reward"))
-        self.world.say(f"reward: {describe_rewards(asking.in_words, options)}")
-        manifest = self.manifest(actor, asking.weighing.name) | (placed or {})
+        client = RolloutClient(self.stores, self.tokenizer, groups["rollouts"], groups.get("reward"))
+        self.world.say(f"reward: {describe_rewards(client.in_words, options)}")
+        manifest = self.manifest(actor, client.weighing.name) | (placed or {})
         if self.recording is not None:
             self.recording.sampler = {name: manifest[name] for name in ("device_type", "dtype")}
-            self.recording.sampler |= {"exact": asking.exact and not options.outlives_updates}
-        return self.make_run(groups, asking, self.supply(sampling, asking), sampling, manifest, evaluation, text)
+            self.recording.sampler |= {"exact": client.exact and not options.outlives_updates}
+        return self.make_run(groups, client, self.make_source(sampling, client), sampling, manifest, evaluation, text)
 
-    def supply(self, sampling: SamplingParams, asking: RolloutClient) -> RolloutSource:
+    def make_source(self, sampling: SamplingParams, client: RolloutClient) -> RolloutSource:
         if self.options.replay:
             assert self.recording is not None
-            return ReplaySource(self.recording, asking)
+            return ReplaySource(self.recording, client)
         source: RolloutSource
         if self.options.outlives_updates:
-            source = AsyncSource(self.options, self.order, sampling, asking, self.iterations)
+            source = AsyncSource(self.options, self.order, sampling, client, self.iterations)
         else:
-            source = SyncSource(self.options, self.order, sampling, asking)
+            source = SyncSource(self.options, self.order, sampling, client)
         source.recording = self.recording
         return source
 
     def make_run(
         self,
         groups: dict[str, Group],
-        asking: RolloutClient,
-        supply: RolloutSource,
+        client: RolloutClient,
+        source: RolloutSource,
         sampling: SamplingParams,
         manifest: dict,
         *more: Any,
     ) -> RLRun:
         files = RunFiles(self.options, manifest, self.tokenizer, self.iterations, self.stores)
-        return RLRun(self.options, Roles(**groups), asking, supply, self.order, files, *more)
+        return RLRun(self.options, Roles(**groups), client, source, self.order, files, *more)
 
     def manifest(self, actor: dict[str, Any], reward: str) -> dict:
         """`actor`: what the policy's role says of itself."""
@@ -330,12 +337,8 @@ RECORDS = (
 )
 
 
-def train_rl(options: RLOptions, kind: type[Controller] = Controller) -> None:
-    options = with_environment_defaults(with_recorded_options(options))
-    if options.ray:
-        from trimtab.train.rl.on_cluster import train_on_cluster  # Ray is imported only where it is asked for
-
-        return train_on_cluster(options, kind)
+def train_locally(options: RLOptions, kind: type[Controller]) -> None:
+    """In this process, or in the processes of a launcher."""
     device = find_device()
     try:
         world = find_world(device)

@@ -22,7 +22,7 @@ from trimtab.train.micro_batch_limit import MicroBatchLimit
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import Checkpoint, RunFiles
-from trimtab.train.rl.micro_batches import MicroBatcher, TextMixture, mini_batches
+from trimtab.train.rl.micro_batches import MicroBatcher, TextMixture, all_mini_batches
 from trimtab.train.rl.roles import LayerCompilation
 from trimtab.train.rl.rollout_client import RolloutClient
 from trimtab.train.rl.source import RolloutSource, Sampled, prepare
@@ -45,8 +45,7 @@ class RLRun:
         evaluation: Evaluation | None = None,
         text: TextMixture | None = None,
     ):
-        """`source`: where experience comes from; `order`: the prompts one by one, over all episodes; `text`: trained
-        together with the samples."""
+        """`order`: the prompts one by one, over all episodes; `text`: trained together with the samples."""
         self.options, self.roles, self.client, self.source = options, roles, client, source
         self.order, self.files, self.evaluation = order, files, evaluation
         self.counters = Counters(max(options.init_kl_coef, 0.0))
@@ -105,9 +104,12 @@ class RLRun:
     def score(self, experience: Experience) -> None:
         """Log-probs and values of the sampled tokens by the other models."""
         roles, fill = self.roles, self.batcher.fill
+        there = {"reference": roles.reference is not None, "teacher": roles.teacher is not None}
+        # Of an episode in several branches the KL to come may be in another micro-batch.
+        leaves_kl = self.leaves_kl_to_update and experience.branches_S is None
         if self.source.exact:
             experience.old_N = experience.sampled_N
-        elif self.scores_old_policy(experience):
+        elif self.options.scores_old_policy(**there, leaves_kl=leaves_kl):
             # Where the engine's and the trainer's sums differ, a ratio must compare like with like.
             fill(experience, "old_N", roles.actor, "log_probs")
         if roles.reference is not None:
@@ -129,15 +131,8 @@ class RLRun:
         return compute_advantages(experience, options, counters.kl_coefficient, counters.reward_moments)
 
     def mini_batches(self, work: Iteration) -> list[list[int]]:
-        """The samples of every update of an iteration: a pure function of its number."""
-        options = self.options
-        return [
-            samples
-            for epoch in range(options.max_epochs)
-            for samples in mini_batches(
-                work.experience, options.groups_per_update, (options.seed, self.counters.iteration, epoch)
-            )
-        ]
+        """The samples of every update of an iteration."""
+        return all_mini_batches(work.experience, self.options, self.counters.iteration)
 
     def update(self, work: Iteration, samples: list[int]) -> None:
         """One optimizer step of the critic and of the policy."""
@@ -192,21 +187,13 @@ class RLRun:
         clock = self.files.clock(work.seconds, row["tokens"], options.max_epochs, memory)
         return row | self.compilation.columns() | clock
 
-    # ---- which log-probs are scored before the update
-
     @property
     def on_accelerator(self) -> bool:
         return self.files.manifest["device_type"] != "cpu"
 
-    def scores_old_policy(self, experience: Experience) -> bool:
-        """Whether something is compared with the policy's log-probs before the update, or after the first."""
-        there = {name: getattr(self.roles, name) is not None for name in ("reference", "teacher")}
-        # Of an episode in several branches the KL to come may be in another micro-batch.
-        leaves_kl = self.leaves_kl_to_update and experience.branches_S is None
-        return self.options.scores_old_policy(**there, leaves_kl=leaves_kl)
-
     @property
     def leaves_kl_to_update(self) -> bool:
+        """Whether the KL to the reference is computed in the only update of an iteration, not before it."""
         updated = self.counters.iteration >= self.options.freezing_actor_steps
         return updated and self.options.leaves_kl_to_update(accelerator=self.on_accelerator)
 
@@ -227,27 +214,13 @@ class RLRun:
 
     def evaluate(self, stop: StopRequest) -> dict[str, float]:
         assert self.evaluation is not None
-        with self.source.paused(), self.weights_to_save():
+        with self.source.paused(), self.weight_sync.averaged(self.sync_weights):
             figures = self.evaluation.run(self.client)
         if figures is None:
             self.leave(stop)
         assert self.evaluation.shown is not None
         self.files.keep_evaluation(self.counters.iteration + (self.iteration is not None), self.evaluation.shown)
         return figures
-
-    @contextmanager
-    def weights_to_save(self) -> Iterator[None]:
-        """Inside, policy and engines hold the weights that are saved: with --enable_ema their average."""
-        if not self.options.enable_ema:
-            yield
-            return
-        self.roles.actor.call("show_average")
-        self.sync_weights()
-        try:
-            yield
-        finally:
-            self.roles.actor.call("hide_average")
-            self.sync_weights()
 
     # ---- the run
 

@@ -148,6 +148,15 @@ def mini_batches(experience: Experience, at_once: int, seed: Sequence[int]) -> l
     return [experience.samples_of(sorted(step.tolist())) for step in steps]
 
 
+def all_mini_batches(experience: Experience, options: RLOptions, iteration: int) -> list[list[int]]:
+    """The samples of every update of an iteration, epoch after epoch: a pure function of its number."""
+    return [
+        samples
+        for epoch in range(options.max_epochs)
+        for samples in mini_batches(experience, options.groups_per_update, (options.seed, iteration, epoch))
+    ]
+
+
 def micro_batches(
     experience: Trajectories, samples: Sequence[int], *, count: int, budget: int | None
 ) -> list[list[int]]:

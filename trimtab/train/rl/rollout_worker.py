@@ -55,6 +55,62 @@ class SampledGroups:
     failed: list[FailedGroup] = field(default_factory=list)
 
 
+# ---- groups in flight, which may outlive an update (async_worker.py)
+
+
+@dataclass
+class InFlightGroup:
+    """A group that is neither finished nor trained: it may outlive an update."""
+
+    place: int  # in the order of the prompts
+    version: int  # of the weights when it was admitted: the iterations done by then
+    row: int  # of the prompt data
+    seed: int
+    trajectories: list[Trajectory] = field(default_factory=list)  # of its samples; empty: not begun
+
+
+@dataclass
+class Admission:
+    """Groups that a worker is to generate, and the prompt of each."""
+
+    groups: list[InFlightGroup]
+    questions: PromptBatch
+
+
+@dataclass
+class FinishedGroup:
+    """A group whose samples have all finished, with the results of the rewards near the engine."""
+
+    place: int
+    experience: Experience
+    results: list[RewardResult]
+
+
+@dataclass
+class Collected:
+    """What one worker has done since it was asked last."""
+
+    finished: list[FinishedGroup]
+    drawn: int  # tokens
+    read_again: int  # tokens of partial rollouts that other weights had to read
+    seconds: float  # in which the engine was at work
+    failed: list[FailedGroup] = field(default_factory=list)
+
+
+@dataclass
+class Wait:
+    """What one sample of a group is waiting for."""
+
+    place: int
+    sample: int
+    what: str
+    tokens: int  # that it has so far
+    seconds: float  # for which it has waited
+
+
+# ---- the worker
+
+
 class SampleScorer:
     """The rewards near the engine, for finished samples of these prompts. A failure names its row of the data."""
 

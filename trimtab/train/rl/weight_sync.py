@@ -11,6 +11,8 @@ the engine's with the trainer's:
                     iteration by what its first update has measured
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +71,20 @@ class WeightSync:
                 self._sync()
             except EngineLost as lost:
                 self.replace_engine(lost)
+
+    @contextmanager
+    def averaged(self, sync: Callable[[], None]) -> Iterator[None]:
+        """Inside, policy and engines hold the weights that are saved: with --enable_ema their average."""
+        if not self.options.enable_ema:
+            yield
+            return
+        self.roles.actor.call("show_average")
+        sync()
+        try:
+            yield
+        finally:
+            self.roles.actor.call("hide_average")
+            sync()
 
     def replace_engine(self, lost: EngineLost) -> None:
         """Start an engine in the place of a lost one and sync all, while none generates. Raises the loss if none may be

@@ -105,7 +105,7 @@ class TailMeasurements:
     def thresholds(self) -> tuple[float, ...]:
         return THRESHOLDS if self.options.bad_threshold is None else (self.options.bad_threshold,)
 
-    def answers(self, run: Any, asking: RolloutClient, stream: int) -> Experience | None:
+    def answers(self, run: Any, client: RolloutClient, stream: int) -> Experience | None:
         assert self.held_out is not None
         rows = range(len(self.held_out))
         requests = [
@@ -113,7 +113,7 @@ class TailMeasurements:
             for turn in range(self.options.sampling_iters)
             for row in rows
         ]
-        return asking(requests, HELD_OUT, run.sampling)
+        return client(requests, HELD_OUT, run.sampling)
 
     def examined(self, run: Any, own: Experience) -> tail_files.HeldOut:
         run.batcher.fill(own, "old_N", run.roles.actor, "log_probs")

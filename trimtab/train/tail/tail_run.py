@@ -29,8 +29,9 @@ from trimtab.interrupts import StopRequest
 from trimtab.models.load import fake_policy
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.launch import load_job_tokenizer
+from trimtab.train.rl import train_rl
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.launch import Controller, dry_run_rl, train_rl
+from trimtab.train.rl.launch import Controller, dry_run_rl
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.micro_batches import with_advantage
 from trimtab.train.rl.rollout_client import RolloutClient
@@ -127,16 +128,16 @@ class TailRun(RLRun):
     def __init__(self, *parts: Any, sampling: SamplingParams, measures: TailMeasurements):
         super().__init__(*parts)
         self.sampling, self.measures = sampling, measures
-        self.proposal_client = self._asking_proposal()
+        self.proposal_client = self._make_proposal_client()
 
-    def _asking_proposal(self) -> RolloutClient | None:
+    def _make_proposal_client(self) -> RolloutClient | None:
         if self.roles.proposal_rollouts is None:
             return None
         return RolloutClient(self.client.stores, self.client.tokenizer, self.roles.proposal_rollouts, self.roles.reward)
 
     def use(self, groups: dict[str, Group]) -> None:
         super().use(groups)
-        self.proposal_client = self._asking_proposal()
+        self.proposal_client = self._make_proposal_client()
 
     def schedule(self) -> None:
         super().schedule()
@@ -334,8 +335,8 @@ class TailController(Controller):
     def make_run(
         self,
         groups: dict[str, Group],
-        asking: RolloutClient,
-        supply: RolloutSource,
+        client: RolloutClient,
+        source: RolloutSource,
         sampling: SamplingParams,
         manifest: dict,
         *more: Any,
@@ -343,5 +344,5 @@ class TailController(Controller):
         files = TailFiles(self.options, manifest, self.tokenizer, self.iterations, self.stores)
         store = self.stores["train"]
         measures = TailMeasurements(self.options, len(store), store.ids(0), self.stores.get(HELD_OUT))
-        parts = self.options, TailRoles(**groups), asking, supply, self.order, files, *more
+        parts = self.options, TailRoles(**groups), client, source, self.order, files, *more
         return TailRun(*parts, sampling=sampling, measures=measures)
