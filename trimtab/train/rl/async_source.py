@@ -1,17 +1,23 @@
-"""Which groups are written, and which are trained next: numbers alone, no tokens.
+"""The asynchronous rollout source: groups are generated while the trainer learns, and outlive updates.
+
+The ledger decides by numbers alone which groups are begun, and which are trained next.
 
 Every prompt has a *place* in the order of the data. The weights have a *version*: the iterations done. B groups are a
-batch, D batches may be under way ahead of the one that is wanted, and S bounds the age of what is trained.
+batch, D batches may be in flight ahead of the one that is wanted, and S bounds the staleness of what is trained.
 
     admitted     in the order of the data, while the groups that are neither trained nor left out, with those in hand,
                  are fewer than (1 + D) B; never more than the iterations that are left can train
-    age          the iteration that trains a group less the version it was admitted with: at least that of each token
-    batch t      the oldest B finished groups, as soon as for every d in t..t+S the groups left behind whose age would
-                 be S in iteration d or before are at most the (d - t) B that will have been trained by then
+    staleness    the iteration that trains a group less the version it was admitted with: at least that of each token
+    batch t      the oldest B finished groups, as soon as for every d in t..t+S the groups left behind whose staleness
+                 would be S in iteration d or before are at most the (d - t) B that will have been trained by then
 
-Whoever is left behind can therefore still be trained in time, by waiting for the oldest: the age is never above S,
-nothing that is finished is thrown away, and with S >= D nobody waits for ever. A group that is filtered, or whose
-environment failed, frees its place at once, and the next prompt is admitted.
+Every group left behind can therefore still be trained in time, by waiting for the oldest: staleness is never above S,
+no finished group is dropped, and with S >= D no wait is endless. A group that is filtered, or whose environment failed,
+frees its place at once, and the next prompt is admitted.
+
+A checkpoint keeps groups that are not trained yet as a few flat tensors and JSON: partial trajectories of those in
+flight; of finished ones the experience and, where reward models have not scored it, the results of other rewards. Its
+keys are written out here, whatever fields are called.
 """
 
 import time

@@ -1,4 +1,5 @@
-"""What looks wrong in an iteration, in words: shown while the run works, and in its report."""
+"""What looks wrong in an iteration (alarms, shown while the run works and in its report), and what is refused before a
+run begins, in one line each."""
 
 import os
 from collections.abc import Iterable, Iterator

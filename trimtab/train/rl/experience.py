@@ -1,8 +1,15 @@
-"""Token sequences of an RL run: a prompt, and after it tokens of the model and of the world, in any order.
+"""The experience of an iteration: what was sampled, and what each stage of the loop adds to it.
 
-An answer is the simplest one: the model drew everything after the prompt. In a conversation with tools or users the
-world speaks between the model's turns. S sequences lie one after another in flat columns over all their T tokens;
-columns over the N tokens that the model drew itself (`drawn_T`) have nothing of prompts and world.
+S samples, those of a prompt one after another (a group, of any size), lie in flat columns over all their T tokens: a
+prompt, and after it tokens of the model and, in conversations with tools or users, of the environment. Columns over the
+N tokens that the model drew itself (`drawn_T`) have nothing of prompts and observations. Nothing is padded,
+re-tokenized or derived twice: micro-batches are slices of these columns.
+
+An answer is one sample, and so is an episode with an environment. Only an episode whose history was rewritten on the
+way is several, its *branches*, one after another; every drawn token is in one of them as drawn. E counts answers and
+episodes, each once; everything about rewards is per answer or episode. A branch may be continued after another was
+begun: then the order of the columns is not the order of time, which decides which rewards and KL are still to come
+(`TimeOrder`).
 """
 
 import itertools

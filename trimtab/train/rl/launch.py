@@ -1,5 +1,8 @@
-"""What runs the loop: options, prompts, their order, counters and files, and no model. What it must know of the models
-it asks their roles."""
+"""From checked options to an RL run: the controller, its dry run, and roles in this process or in those of a launcher.
+
+The controller has options, prompts, their order, counters and files, and no model. What it must know of the models it
+asks their roles.
+"""
 
 import contextlib
 import dataclasses

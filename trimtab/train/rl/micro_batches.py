@@ -1,8 +1,10 @@
-"""What an update of the policy learns from: micro-batches of answers and of text, and how they travel.
+"""Micro-batches: which samples form an optimizer step, which of them a forward and backward pass, and how they travel.
 
-Answers bring columns of their drawn tokens in `extra` (advantages_N, sampled_N and others); text has its tokens alone.
-A process is sent a *slice*: the tokens of all its passes as they will lie in their rows. It makes the micro-batches
-itself, one at a time.
+Samples of one prompt stay together where they fit, because a row then holds their prompt once. A process is sent a
+*slice*: the tokens of all its micro-batches as they will lie in their rows, with columns of the drawn tokens
+(advantages_N, sampled_N and others; text that is trained too has its tokens alone). It makes the `TokenBatch`es itself,
+one at a time. Where micro-batches do not fit into memory they are made smaller and the call is repeated: a role that
+runs out of memory has undone what it began.
 """
 
 import dataclasses

@@ -1,4 +1,10 @@
-"""The environment of a run: the engine of its episodes, and its rows if no prompts are given.
+"""The roles of an RL run: which there are, in which processes, and how they are built where they work.
+
+actor       the policy that learns; the engine that samples from its weights, with the rewards near it, unless engines
+            are in their own processes; with LoRA also the reference, the policy without its adapters
+rollouts    where engines are in their own processes: an engine with its own weights, and those rewards
+reference   the policy as it was          teacher   a model that scores the policy's tokens
+critic      estimates returns             reward    the reward models
 
 Modules of environments are imported only if the options name one.
 """

@@ -1,9 +1,22 @@
-"""Which answers of an RL run are kept for a person to look at, and what metrics keep of all of them.
+"""What a run keeps of its samples: rollouts.jsonl and tokens.jsonl for a person to read, figures for every row of
+metrics, and time_line.jsonl.
 
-best and worst    of every iteration, each answer once
-whole groups      of a few prompts, and always of the same ones where they come again: the first prompts of the
-                  evaluation, and of an iteration those whose scrambled row number is lowest
-histograms        of rewards and lengths, and the mean score of up to MOST_PROMPTS prompts, in every row of metrics
+Of every iteration rollouts.jsonl has the best and the worst answers, each once, and whole groups of a few prompts, the
+same ones where they come again: the first prompts of the evaluation, and of an iteration those whose scrambled row
+number is lowest. Rows of metrics have histograms of rewards and lengths, and the mean score of up to MOST_PROMPTS
+prompts. A row of tokens.jsonl shows where the model was unsure and what is reinforced:
+
+step, answer     which row of rollouts.jsonl it belongs to
+texts            of the tokens after the prompt; a character of several tokens is at the first of them
+drawn            how many tokens are the model's, then the environment's, and so on; the model's carry the loss
+log_probs        of the drawn tokens, as they were drawn
+advantages       of the drawn tokens, as [value, how many] one after another; not in evaluation
+left_out         [place, how many]: of a longer answer the middle is not kept
+
+time_line.jsonl says what trainer and engines did, from when to when: where groups outlive an update, phases overlap. A
+row is {"lane": "trainer", "what": "update", "begin": 12.5, "end": 13.1, "iteration": 4}; seconds count from the
+beginning of the run, without the time between a stop and its resume. The trainer's lane has the phases of an iteration;
+"engine 0" generates (WRITING) and "rewards 0" scores (JUDGING), in the first process that has an engine.
 """
 
 import itertools

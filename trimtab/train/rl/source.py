@@ -1,11 +1,17 @@
-"""Rollouts and their rewards on disk, one file an iteration: to learn from them again without sampling.
+"""Rollout sources: where the experience of the next iteration comes from.
 
-With the same options a replayed run makes the updates of the run that was recorded, bit for bit. Every file says what
-its iteration was cut from, so that a recording is not taken for one of other prompts or other groups. One that was made
-by hand, such as conversations with tools, may leave that out: groups then have the sizes that they have.
+    SyncSource      sampled now
+    ReplaySource    read from a recording
+    AsyncSource     groups that are generated while the trainer learns (async_source.py)
 
-An asynchronous run is recorded as it was trained, batch by batch, and replayed by a synchronous one. Its files also say
-how older tokens were weighed, and how old they might get, which the replay takes over.
+Each returns what was sampled (None: no group was useful any more), how many prompts that took, and figures of it.
+
+A recording has one file an iteration, with rollouts and their rewards. With the same options a replayed run makes the
+updates of the recorded run, bit for bit. Every file says what its iteration was sampled from, so that a recording is
+not taken for one of other prompts or group sizes. One that was made by hand, such as conversations with tools, may
+leave that out: groups then have the sizes that they have. An asynchronous run is recorded as it was trained, batch by
+batch, and replayed by a synchronous one. Its files also say how stale tokens were weighed, and how stale they might
+get, which the replay takes over.
 """
 
 import dataclasses
