@@ -29,7 +29,7 @@ class Process:
         self.stuck = False
 
     def admit(self, admission: Admission, *, sampling: Any) -> None:
-        assert [g.row for g in admission.groups] == admission.questions.rows
+        assert [g.row for g in admission.groups] == admission.prompt_batch.rows
         for group in admission.groups:
             assert group.place not in self.groups, "given once"
             drafts = group.trajectories or [Trajectory.empty(sample) for sample in range(SAMPLES)]
@@ -150,7 +150,7 @@ class Store:
 class FakeClient(RolloutClient):
     def __init__(self, rollouts: Group, reward_models: Group | None = None):
         self.stores, self.rollouts, self.reward_models = {"train": Store()}, rollouts, reward_models
-        self.weighing, self._near = RewardSum(["reward"], [1.0]), False
+        self.reward_sum, self._near = RewardSum(["reward"], [1.0]), False
 
     def _scored(self, prompts: Any, experience: Experience) -> list[RewardResult]:
         return []

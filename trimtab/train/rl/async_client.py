@@ -18,8 +18,8 @@ from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.micro_batch_limit import InsufficientMemory
-from trimtab.train.rl.rollout_client import RolloutClient, travelling
-from trimtab.train.rl.rollout_files import Told
+from trimtab.train.rl.rollout_client import RolloutClient, serializing_prompts
+from trimtab.train.rl.rollout_files import ReportedSpan
 from trimtab.train.rl.rollout_worker import (
     Admission,
     Collected,
@@ -132,9 +132,9 @@ class AsyncClient:
         for group in groups:
             shares[self._process[group.place]].append(group)
         if any(shares):
-            asked = [self.client.questions([(g.row, g.seed) for g in share], STORE) for share in shares]
-            parts = [Admission(share, questions) for share, questions in zip(shares, asked)]
-            with travelling():
+            asked = [self.client.prompt_batch([(g.row, g.seed) for g in share], STORE) for share in shares]
+            parts = [Admission(share, prompt_batch) for share, prompt_batch in zip(shares, asked)]
+            with serializing_prompts():
                 self._call("admit", parts, sampling=self.sampling)
 
     def collect(self) -> News:
@@ -245,7 +245,7 @@ class AsyncClient:
             waits += own
         return waits
 
-    def spans(self) -> dict[int, list[Told]]:
+    def spans(self) -> dict[int, list[ReportedSpan]]:
         """What each process has generated and scored when, since the last time."""
         return {part: own for part, own in enumerate(self._answered("spans", LATE)) if own is not None}
 

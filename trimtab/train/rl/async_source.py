@@ -43,7 +43,7 @@ from trimtab.rollout.trajectory import Trajectory, flatten
 from trimtab.train.rl.async_client import STORE, AsyncClient, Watchdog
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_client import Failures, RolloutClient
-from trimtab.train.rl.rollout_files import Told
+from trimtab.train.rl.rollout_files import ReportedSpan
 from trimtab.train.rl.rollout_worker import FinishedGroup, InFlightGroup
 from trimtab.train.rl.source import RolloutSource, Sampled, useful_groups
 
@@ -264,7 +264,7 @@ class AsyncSource(RolloutSource):
             self.ledger.fail(failed.prompt)
         self.clock.add(news.seconds, news.read_again)
         if news.problem is not None:
-            with self.client.placed(STORE):
+            with self.client.naming_rows(STORE):
                 raise news.problem
         if news.places or news.drawn:
             self.watchdog.moved()
@@ -313,7 +313,7 @@ class AsyncSource(RolloutSource):
     def settled(self) -> dict[str, list[int]] | None:
         return self.last
 
-    def spans(self) -> dict[int, list[Told]]:
+    def spans(self) -> dict[int, list[ReportedSpan]]:
         return self.workers.spans()
 
     def rebuilt(self) -> None:

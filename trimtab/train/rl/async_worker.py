@@ -34,7 +34,7 @@ from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
 from trimtab.train.micro_batch_limit import InsufficientMemory, memory_guard
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.rollout_files import JUDGING, WRITING, Spans, Told
+from trimtab.train.rl.rollout_files import GENERATING, SCORING, ReportedSpan, Spans
 from trimtab.train.rl.rollout_worker import (
     Admission,
     Collected,
@@ -62,20 +62,20 @@ class GroupScorer:
         self._scored: list[tuple[int, int, Sequence[Trajectory], list[RewardResult]]] = []
         self._failure: BaseException | None = None
 
-    def submit(self, place: int, questions: PromptBatch, rollouts: Sequence[Trajectory]) -> None:
+    def submit(self, place: int, prompt_batch: PromptBatch, rollouts: Sequence[Trajectory]) -> None:
         """All samples of the one prompt, in order."""
         if not self.rewards:
-            return self._add(place, questions, rollouts, [])
-        scorer = SampleScorer(self.rewards, questions, self.tokenizer)
+            return self._add(place, prompt_batch, rollouts, [])
+        scorer = SampleScorer(self.rewards, prompt_batch, self.tokenizer)
         assert scorer.concurrent, "a reward model is a role of its own"
         # Text is made here: a tokenizer is not for many threads.
         self._threads.submit(self._score, place, scorer, scorer.request(rollouts), rollouts)
 
     def _score(self, place: int, scorer: SampleScorer, request: RewardRequest, rollouts: Sequence[Trajectory]) -> None:
         try:
-            with self.spans.during(JUDGING):
+            with self.spans.during(SCORING):
                 results = scorer.score(request, rollouts)
-            self._add(place, scorer.questions, rollouts, results)
+            self._add(place, scorer.prompt_batch, rollouts, results)
         except RunStopped:
             pass  # the group is saved as it is
         except BaseException as error:
@@ -84,10 +84,10 @@ class GroupScorer:
                 self.news.notify_all()
 
     def _add(
-        self, place: int, questions: PromptBatch, rollouts: Sequence[Trajectory], results: list[RewardResult]
+        self, place: int, prompt_batch: PromptBatch, rollouts: Sequence[Trajectory], results: list[RewardResult]
     ) -> None:
         with self.news:
-            self._scored.append((place, questions.rows[0], rollouts, results))
+            self._scored.append((place, prompt_batch.rows[0], rollouts, results))
             self.news.notify_all()
 
     @property
@@ -203,7 +203,7 @@ class AsyncRolloutWorker(RolloutWorker):
         self.sampling = sampling
         for index, group in enumerate(admission.groups):
             assert group.place not in self._groups, f"place {group.place} is in flight already"
-            state = GroupState(group, admission.questions.take(index), sampling.n)
+            state = GroupState(group, admission.prompt_batch.take(index), sampling.n)
             self._groups[group.place] = state
             self._waiting.append(state)
 
@@ -263,7 +263,7 @@ class AsyncRolloutWorker(RolloutWorker):
                 waits.append(Wait(state.group.place, sample, what, tokens, now - state.since))
         return waits
 
-    def spans(self) -> list[Told]:
+    def spans(self) -> list[ReportedSpan]:
         """What was generated and scored when, since the last time."""
         return self._spans.taken()
 
@@ -324,7 +324,7 @@ class AsyncRolloutWorker(RolloutWorker):
     def advance(self, *, begin: bool = True) -> None:
         """Generate for a moment. `begin`: also groups that wait."""
         began = time.monotonic()
-        with self._spans.during(WRITING):
+        with self._spans.during(GENERATING):
             session = self._open()
             while begin and self._waiting:
                 self._begin(session, self._waiting.popleft())

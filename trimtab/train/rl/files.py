@@ -244,7 +244,7 @@ class RunFiles:
 
         def write(folder: Path) -> None:
             for name, role in learners.items():
-                raise_told(role.call("write_state", folder=folder / name, step=step))
+                raise_problem(role.call("write_state", folder=folder / name, step=step))
             for name, held in checkpoint.tensors.items():
                 if held:
                     write_sharded(folder / name, held, Mesh(), step)
@@ -305,10 +305,10 @@ class RunFiles:
             self._save(roles.critic, folder / "critic")
 
     def _save(self, role: Group, folder: Path) -> None:
-        raise_told(role.call("save", folder=folder))
+        raise_problem(role.call("save", folder=folder))
 
 
-def raise_told(problems: list[str | None]) -> None:
+def raise_problem(problems: list[str | None]) -> None:
     """What one of a role's processes could not write."""
     if problem := next((found for found in problems if found), None):
         raise OSError(problem)

@@ -113,7 +113,7 @@ class Controller:
         if options.replay:
             assert self.recording is not None
             self.recording.check_holds(self.order.steps, self.iterations)
-            if line := self.recording.outlived(options):
+            if line := self.recording.async_line(options):
                 world.say(line)
         self.check_models()
         self.options, self.memory_plan = with_planned_passes(
@@ -157,8 +157,8 @@ class Controller:
 
     # ---- the run
 
-    def run(self, groups: dict[str, Group], placed: dict[str, Any] | None = None) -> RLRun:
-        """`placed`: what there is to keep of where the roles are."""
+    def run(self, groups: dict[str, Group], placement: dict[str, Any] | None = None) -> RLRun:
+        """`placement`: what there is to keep of where the roles are."""
         actor = groups["actor"].call("describe")[0]
         if self.default_tokens:
             if actor["path"] != "packed":
@@ -168,8 +168,8 @@ class Controller:
         options = self.options
         fewer = {name: group for name, group in groups.items() if len(group.ranks) < self.world.size}
         if fewer and not options.ray:
-            told = (f"{name} in {len(group.ranks)}" for name, group in fewer.items())
-            self.world.say(f"of {self.world.size} processes: {', '.join(told)}")
+            counts = (f"{name} in {len(group.ranks)}" for name, group in fewer.items())
+            self.world.say(f"of {self.world.size} processes: {', '.join(counts)}")
         for line in actor["notes"]:
             self.world.say(line)
         if options.deepspeed_enable_sleep and actor["device"]["device_type"] == "cpu":
@@ -192,7 +192,7 @@ class Controller:
         text = None if self.text is None else TextMixture(self.text, options)
         client = RolloutClient(self.stores, self.tokenizer, groups["rollouts"], groups.get("reward"))
         self.world.say(f"reward: {describe_rewards(client.in_words, options)}")
-        manifest = self.manifest(actor, client.weighing.name) | (placed or {})
+        manifest = self.manifest(actor, client.reward_sum.name) | (placement or {})
         if self.recording is not None:
             self.recording.sampler = {name: manifest[name] for name in ("device_type", "dtype")}
             self.recording.sampler |= {"exact": client.exact and not options.outlives_updates}
@@ -271,7 +271,7 @@ def dry_run_rl(
     options, device = with_environment_defaults(with_recorded_options(options)), find_device()
     described = units(options, options.processes)
     check_shares(options, described)
-    placed = table(layout_of_units(options, described).rows()) if options.ray else []
+    placement = table(layout_of_units(options, described).rows()) if options.ray else []
     check_places(options)
     tokenizer = load_job_tokenizer(options)
     few = with_few_rows(options)
@@ -300,7 +300,7 @@ def dry_run_rl(
     if options.replay and (recording := Recording.of(options)):
         # The run itself knows all prompts, and asks for more.
         recording.check_holds(order.steps, count_iterations(order, options))
-        replayed = recording.outlived(options)
+        replayed = recording.async_line(options)
     prompts, about = estimate_samples(reports["train"], options.max_samples, len(stores["train"]))
     whole = dataclasses.replace(order, samples=prompts)
     if not about:
@@ -314,7 +314,7 @@ def dry_run_rl(
         cut = [default_line(options)]
     return [
         f"device: {device.name}",
-        *placed,
+        *placement,
         *device_notes(options, device),
         *(line for line in (note, replayed) if line),
         *described_model,
@@ -365,7 +365,7 @@ def train_locally(options: RLOptions, kind: type[Controller]) -> None:
 def set_up(options: RLOptions, kind: type[Controller], launcher: Launcher) -> RLRun:
     """Everything up to the first step."""
     with interruptible(launcher.stop, launcher.world, "stopped before the first step; nothing is lost"):
-        with told(launcher):
+        with hanging_up(launcher):
             controller = kind(options, launcher.device, launcher.world)
         # From here on another process may be in the middle of something, and is not spoken to when this one gives up.
         return controller.run(launcher.groups(controller.options), launcher.described())
@@ -376,7 +376,7 @@ def train(run: RLRun, launcher: Launcher, stop: StopRequest) -> None:
     again = False
     while True:
         try:
-            with told(launcher):
+            with hanging_up(launcher):
                 run.train(stop, rebuilt=again)
             return launcher.hang_up()
         except RebuildModels:
@@ -386,7 +386,7 @@ def train(run: RLRun, launcher: Launcher, stop: StopRequest) -> None:
 
 
 @contextlib.contextmanager
-def told(launcher: Launcher) -> Iterator[None]:
+def hanging_up(launcher: Launcher) -> Iterator[None]:
     """When a run ends early on purpose, the other processes are told."""
     try:
         yield

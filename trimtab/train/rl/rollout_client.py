@@ -39,7 +39,7 @@ class RolloutClient:
         self.exact: bool = near["exact"]
         self.engine_exact: bool = near["engine_exact"]
         self.in_words = "; ".join(part["rewards_in_words"] for part in found if part["rewards"])
-        self.weighing = RewardSum(
+        self.reward_sum = RewardSum(
             [name for part in found for name in part["rewards"]], [w for part in found for w in part["weights"]]
         )
         self._near = bool(near["rewards"])
@@ -55,7 +55,7 @@ class RolloutClient:
     def ask(self, requests: Sequence[Request], store: str, sampling: SamplingParams) -> SampledGroups | None:
         """The same with what has failed."""
         prompts = self.stores[store]
-        with self.placed(store):
+        with self.naming_rows(store):
             found = self._sampled(prompts, requests, sampling)
         if found is None:
             return None
@@ -67,16 +67,16 @@ class RolloutClient:
 
     def score(self, experience: Experience, results: Sequence[RewardResult], store: str) -> None:
         """Give samples their rewards: `results` of those near the engine, and what the reward models say now."""
-        with self.placed(store):
+        with self.naming_rows(store):
             scored = [*self._scored(self.stores[store], experience), *results]
             try:
-                experience.reward(self.weighing.combined(scored, len(experience)))
+                experience.reward(self.reward_sum.combined(scored, len(experience)))
             except RewardFailed as error:
                 _name_row(error, experience.rows_S.tolist())
                 raise
 
     @contextmanager
-    def placed(self, store: str) -> Iterator[None]:
+    def naming_rows(self, store: str) -> Iterator[None]:
         """A complaint about a row says where in the data that stands."""
         try:
             yield
@@ -86,7 +86,7 @@ class RolloutClient:
             where = self.stores[store].place(error.row)
             raise type(error)(f"{error}; its prompt stands in {where}", error.row) from error
 
-    def questions(self, requests: Sequence[Request], store: str) -> PromptBatch:
+    def prompt_batch(self, requests: Sequence[Request], store: str) -> PromptBatch:
         return PromptBatch.of(self.stores[store], requests, rewarded=self._near)
 
     def _sampled(
@@ -97,7 +97,7 @@ class RolloutClient:
         shares = [list(range(rank, len(requests), size)) for rank in range(size)]
         asked = [PromptBatch.of(prompts, [requests[i] for i in share], rewarded=self._near) for share in shares]
         try:
-            with travelling():
+            with serializing_prompts():
                 parts = self._called(asked, sampling)
         except OutOfMemory as shortage:  # one of several processes has called off what all were doing
             self.rollouts.reinit_process_group()
@@ -187,7 +187,7 @@ class Failures:
 
 
 @contextmanager
-def travelling() -> Iterator[None]:
+def serializing_prompts() -> Iterator[None]:
     """Inside, prompts go to other processes with the columns of their rows."""
     try:
         yield

@@ -216,11 +216,11 @@ def _rounded(value: float) -> float | None:
 
 FILE = "time_line.jsonl"
 TRAINER = "trainer"
-WRITING, JUDGING = "writing", "judging"
-LANES = {WRITING: "engine", JUDGING: "rewards"}
+GENERATING, SCORING = "writing", "judging"
+LANES = {GENERATING: "engine", SCORING: "rewards"}
 NEIGHBOURS = 0.005  # seconds between two spans of the same kind that are told as one
 
-Told = tuple[str, float, float]
+ReportedSpan = tuple[str, float, float]
 """What was done, and how many seconds before the telling it began and ended: clocks of two machines need not agree."""
 
 
@@ -248,7 +248,7 @@ class Spans:
                 else:
                     self._add(what, begin, time.monotonic())
 
-    def taken(self) -> list[Told]:
+    def taken(self) -> list[ReportedSpan]:
         """What was not told yet. Of what still goes on, the part until now."""
         with self._lock:
             now = time.monotonic()
@@ -287,7 +287,7 @@ class TimeLine:
         finally:
             self._write(TRAINER, what, begin, time.monotonic(), iteration)
 
-    def add_engines(self, spans: dict[int, list[Told]], iteration: int) -> None:
+    def add_engines(self, spans: dict[int, list[ReportedSpan]], iteration: int) -> None:
         """What the process of each engine has done, as it said just now (`Spans.taken`)."""
         now = time.monotonic()
         for process, told in spans.items():

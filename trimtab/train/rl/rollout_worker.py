@@ -74,7 +74,7 @@ class Admission:
     """Groups that a worker is to generate, and the prompt of each."""
 
     groups: list[InFlightGroup]
-    questions: PromptBatch
+    prompt_batch: PromptBatch
 
 
 @dataclass
@@ -114,8 +114,8 @@ class Wait:
 class SampleScorer:
     """The rewards near the engine, for finished samples of these prompts. A failure names its row of the data."""
 
-    def __init__(self, rewards: Parts, questions: PromptBatch, tokenizer: Any):
-        self.rewards, self.questions, self.tokenizer = rewards, questions, tokenizer
+    def __init__(self, rewards: Parts, prompt_batch: PromptBatch, tokenizer: Any):
+        self.rewards, self.prompt_batch, self.tokenizer = rewards, prompt_batch, tokenizer
         self.concurrent = all(reward.concurrent for reward, _ in rewards)
 
     def __call__(self, rollouts: Sequence[Trajectory]) -> list[RewardResult]:
@@ -127,7 +127,7 @@ class SampleScorer:
             return [reward(request) for reward, _ in self.rewards]
         except RewardFailed as error:
             if error.row is not None:
-                error.row = self.questions.rows[rollouts[error.row].prompt]
+                error.row = self.prompt_batch.rows[rollouts[error.row].prompt]
             raise
 
     def request(self, rollouts: Sequence[Trajectory]) -> RewardRequest:
@@ -136,7 +136,7 @@ class SampleScorer:
         ids = [r.prompt_ids for r in rollouts], [r.ids for r in rollouts]
         episodes = [r.episode for r in rollouts if r.episode is not None]
         openings = self.tokenizer.batch_decode(ids[0]) if episodes else []
-        return make_reward_request(self.questions, [r.prompt for r in rollouts], responses, *ids, episodes, openings)
+        return make_reward_request(self.prompt_batch, [r.prompt for r in rollouts], responses, *ids, episodes, openings)
 
 
 ROLLOUT_FLAGS = "lower --rollout_slots, --rollout_kv_tokens, --generate_max_len or --micro_rollout_batch_size"
@@ -199,13 +199,13 @@ class RolloutWorker(Role):
     # ---- answers
 
     def sample(
-        self, questions: PromptBatch, *, sampling: SamplingParams
+        self, prompt_batch: PromptBatch, *, sampling: SamplingParams
     ) -> SampledGroups | RewardFailed | InsufficientMemory | None:
         """None: there were no prompts, or it was given up. A failed reward, or a lack of memory, is returned, not
         raised: all processes can then still write a checkpoint."""
         try:
             with memory_guard():
-                return self._sample(questions, sampling)
+                return self._sample(prompt_batch, sampling)
         except RewardFailed as failure:
             return failure
         except RunStopped:
@@ -215,13 +215,13 @@ class RolloutWorker(Role):
         finally:
             self.engine.trim_memory()
 
-    def _sample(self, questions: PromptBatch, sampling: SamplingParams) -> SampledGroups | None:
+    def _sample(self, prompt_batch: PromptBatch, sampling: SamplingParams) -> SampledGroups | None:
         found: list[Trajectory] = []
         waiting: list[Trajectory] = []
         failed: list[Trajectory] = []
-        rewards = SampleScorer(self.rewards, questions, self.tokenizer)
-        tasks = questions.tasks() if self.plays else None
-        stream = self.player.stream(questions.ids, sampling, seeds=questions.seeds, tasks=tasks)
+        rewards = SampleScorer(self.rewards, prompt_batch, self.tokenizer)
+        tasks = prompt_batch.tasks() if self.plays else None
+        stream = self.player.stream(prompt_batch.ids, sampling, seeds=prompt_batch.seeds, tasks=tasks)
         with RewardQueue(rewards) as scored, contextlib.closing(stream):
             for rollout in stream:
                 (failed if rollout.finish == "failed" else waiting).append(rollout)
@@ -246,7 +246,7 @@ class RolloutWorker(Role):
             return SampledGroups(None, [], left_out)
         order.sort(key=lambda i: (found[i].prompt, found[i].sample, found[i].branch))
         found = [found[i] for i in order]
-        experience = Experience.of([questions.rows[r.prompt] for r in found], found)
+        experience = Experience.of([prompt_batch.rows[r.prompt] for r in found], found)
         return SampledGroups(experience, [result.take(order) for result in results], left_out)
 
 

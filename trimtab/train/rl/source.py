@@ -39,10 +39,10 @@ from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.experience import Experience, is_earlier
 from trimtab.train.rl.rollout_client import EnvironmentFailed, Failures, RolloutClient
-from trimtab.train.rl.rollout_files import Told
+from trimtab.train.rl.rollout_files import ReportedSpan
 
 # What a run whose answers outlive updates decides for all their tokens.
-OF_OUTLIVING = ("async_staleness", "mismatch_correction", "mismatch_range")
+ASYNC_SETTINGS = ("async_staleness", "mismatch_correction", "mismatch_range")
 # What was sampled (None: no group was useful any more), from how many prompts, and its figures.
 Sampled = tuple[Experience | None, int, dict[str, float]]
 
@@ -55,8 +55,8 @@ def with_recorded_options(options: RLOptions) -> RLOptions:
     changes: dict[str, Any] = {}
     try:
         with Recording(Path(options.replay), {}, None).opened(0) as (_, described):
-            if (outliving := described.get("outliving")) is not None:
-                changes = {name: outliving[name] for name in OF_OUTLIVING}
+            if (async_settings := described.get("outliving")) is not None:
+                changes = {name: async_settings[name] for name in ASYNC_SETTINGS}
                 changes["mismatch_range"] = tuple(changes["mismatch_range"])
     except UserError:
         return options  # the first process, which looks through all of it, says what is wrong
@@ -75,7 +75,7 @@ class Recording:
         self.rows: int | None = None  # how many prompts there are, if that is known
         self.sampler: dict[str, Any] = {}  # what decides how the log-probs of drawn tokens are rounded
         self.sampled_alike = True  # whether those of the iteration read last were rounded as this run does it
-        self.outliving: dict[str, Any] | None = None  # settings of a run whose answers outlived updates
+        self.async_settings: dict[str, Any] | None = None  # settings of a run whose answers outlived updates
 
     @classmethod
     def of(cls, options: RLOptions, prompts: PromptStore | None = None) -> "Recording | None":
@@ -88,7 +88,7 @@ class Recording:
         recording.compared = ESTIMATORS[options.advantage_estimator].grouped
         recording.rows = None if prompts is None else len(prompts)
         if options.outlives_updates:
-            recording.outliving = {name: getattr(options, name) for name in OF_OUTLIVING}
+            recording.async_settings = {name: getattr(options, name) for name in ASYNC_SETTINGS}
         return recording
 
     # ---- before the run
@@ -108,18 +108,18 @@ class Recording:
         while prompts > 0 and iteration < iterations:
             with self.opened(iteration) as (_, described):
                 prompts -= described["prompts"]
-                outliving = described.get("outliving")
-                if iteration and _correction(outliving) != _correction(self.outliving):
+                async_settings = described.get("outliving")
+                if iteration and _correction(async_settings) != _correction(self.async_settings):
                     raise UserError(
                         f"--replay {self._path(iteration)}: it was recorded with other settings of --async_train or "
                         "--mismatch_correction than those before it; record a run that was not changed on its way"
                     )
-                self.outliving = outliving
+                self.async_settings = async_settings
             iteration += 1
 
-    def outlived(self, options: RLOptions) -> str | None:
+    def async_line(self, options: RLOptions) -> str | None:
         """Of a recording that was looked through: a line about one of an asynchronous run."""
-        if self.outliving is None:
+        if self.async_settings is None:
             return None
         kind, (low, high) = options.mismatch_correction, options.mismatch_range
         weighed = "alike" if kind is None else f"by --mismatch_correction {kind} --mismatch_range {low:g} {high:g}"
@@ -133,7 +133,9 @@ class Recording:
         for later in [found for found in self._paths() if found.name > path.name]:
             later.unlink()  # written before the run went back to its checkpoint
         described = {"cut": self.cut, "data": self.data, "prompts": prompts, "figures": figures}
-        described |= {"sampler": self.sampler} | ({} if self.outliving is None else {"outliving": self.outliving})
+        described |= {"sampler": self.sampler} | (
+            {} if self.async_settings is None else {"outliving": self.async_settings}
+        )
         tensors = {} if experience is None else experience.tensors()
         with replacing(path) as beside:
             save_file(tensors, beside, metadata={"iteration": json.dumps(described)})
@@ -202,9 +204,9 @@ class Recording:
         return self.folder / f"iteration{iteration + 1:06d}.safetensors"
 
 
-def _correction(outliving: dict[str, Any] | None) -> tuple | None:
+def _correction(async_settings: dict[str, Any] | None) -> tuple | None:
     """How such a run weighs tokens; how old they may get can change on its way."""
-    return None if outliving is None else (outliving["mismatch_correction"], outliving["mismatch_range"])
+    return None if async_settings is None else (async_settings["mismatch_correction"], async_settings["mismatch_range"])
 
 
 class RolloutSource(ABC):
@@ -241,7 +243,7 @@ class RolloutSource(ABC):
         """Which places of the data the last batch settles, and how."""
         return None
 
-    def spans(self) -> dict[int, list[Told]]:
+    def spans(self) -> dict[int, list[ReportedSpan]]:
         """What each rollout worker has done since it was asked last, for the time-line."""
         return {}
 
@@ -266,12 +268,12 @@ class RolloutSource(ABC):
 
 def prompt_order(prompts: int, options: RLOptions, episodes: int) -> SampleOrder:
     """The prompts one by one, over all episodes."""
-    multiple = prompts_at_once(options) if options.drop_last else 1
+    multiple = prompts_per_round(options) if options.drop_last else 1
     shuffled = not options.no_shuffle
     return SampleOrder(prompts, 1, episodes, options.seed, shuffled=shuffled, multiple=multiple)
 
 
-def prompts_at_once(options: RLOptions) -> int:
+def prompts_per_round(options: RLOptions) -> int:
     """That are answered in one round of sampling."""
     more = options.vllm_generate_batch_size if options.dynamic_filtering else None
     return more or options.rollout_batch_size
@@ -296,7 +298,7 @@ class SyncSource(RolloutSource):
         failures = Failures(options)
         while groups < wanted and taken < left and rounds < most:
             # Without filtering, more are needed only where groups have failed.
-            at_once = prompts_at_once(options) if options.dynamic_filtering else wanted - groups
+            at_once = prompts_per_round(options) if options.dynamic_filtering else wanted - groups
             count = min(at_once, left - taken)
             places = range(prompts_used + taken, prompts_used + taken + count)
             requests = [(self.order.step_samples(p)[0], request_seed(options.seed, p)) for p in places]

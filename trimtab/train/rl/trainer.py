@@ -142,7 +142,7 @@ class Trainer(ModelRole):
 
     def write_state(self, *, folder: Path, step: int) -> str | None:
         """Everything needed to go on, in parts. A disk that fails is told, not raised: other processes wait."""
-        return _told(lambda: write_sharded(folder, self.tensors(), self.mesh, step))
+        return problem_of(lambda: write_sharded(folder, self.tensors(), self.mesh, step))
 
     def trained_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.optimizer.working.values())
@@ -166,7 +166,7 @@ class Trainer(ModelRole):
 
     def save(self, *, folder: Path) -> str | None:
         """The model as others load it. A disk that fails is told, not raised."""
-        return _told(lambda: self.write_model(folder))
+        return problem_of(lambda: self.write_model(folder))
 
     def write_model(self, folder: Path) -> None:
         save_model(self.model, self.tokenizer, folder, mesh=self.mesh, bf16=self.options.bf16)
@@ -337,7 +337,7 @@ def fetched(found: Sequence[Tensor]) -> list[Tensor]:
     return [values.cpu() for values in found]
 
 
-def _told(write: Callable[[], None]) -> str | None:
+def problem_of(write: Callable[[], None]) -> str | None:
     try:
         write()
     except (OSError, SafetensorError) as error:
