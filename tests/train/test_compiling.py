@@ -115,9 +115,9 @@ def test_compiled_anew_too_often_is_a_reason_too(monkeypatch):
     policy = Policy(tiny_model())
     assert compiled.compile_problem(policy) == ""
     policy.attention.compiled = True
-    monkeypatch.setattr(compiled, "graphs_so_far", lambda: compiled.Either.tried + compiled.LATE)
+    monkeypatch.setattr(compiled, "graphs_so_far", lambda: compiled.CompiledLayer.tried + compiled.LATE)
     assert compiled.compile_problem(policy) == ""
-    monkeypatch.setattr(compiled, "graphs_so_far", lambda: compiled.Either.tried + compiled.LATE + 1)
+    monkeypatch.setattr(compiled, "graphs_so_far", lambda: compiled.CompiledLayer.tried + compiled.LATE + 1)
     assert compiled.compile_problem(policy) == "they were compiled anew 17 times"
 
 

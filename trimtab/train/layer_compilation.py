@@ -27,7 +27,7 @@ OF_SCORING = 0.35
 
 
 @dataclass(frozen=True)
-class CompileResult:
+class CompileDecision:
     """What became of the layers of one model."""
 
     compiled: bool
@@ -41,7 +41,7 @@ class CompileResult:
         return f"layers of the {name} are compiled, in {self.seconds:.0f} s" if self.compiled else None
 
 
-def compile_report(settled: Sequence[CompileResult], name: str) -> dict[str, Any]:
+def compile_report(settled: Sequence[CompileDecision], name: str) -> dict[str, Any]:
     """Of the models of a role, in plain values."""
     return {
         "compiled": any(found.compiled for found in settled),
@@ -123,7 +123,7 @@ def compile_if_worthwhile(
     decided: bool | None = None,
     scores: Sequence[AtWork],
     gradients: Gradients | None = None,
-) -> CompileResult:
+) -> CompileDecision:
     """Compile the layers of a model, if that is to be. Every process that holds a part of the model must ask.
 
     `learnt`, `scored`: tokens over the whole run; `decided`: what the run did that this one goes on from; `scores`: how
@@ -131,11 +131,11 @@ def compile_if_worthwhile(
     """
     hindrance = "--compile off" if options.compile == "off" else options.not_compiled
     if decided and hindrance is not None:
-        return CompileResult(False, f"resumed with {hindrance}, not bit for bit the uninterrupted run")
+        return CompileDecision(False, f"resumed with {hindrance}, not bit for bit the uninterrupted run")
     if decided is False and options.compile == "on":
-        return CompileResult(False, "the run began, or went on, with plain ones")
+        return CompileDecision(False, "the run began, or went on, with plain ones")
     if not (is_worth_it(options, root, device, learnt, scored) if decided is None else decided):
-        return CompileResult(False)
+        return CompileDecision(False)
     trial = compile_layers(
         root,
         scores=scores,
@@ -144,7 +144,7 @@ def compile_if_worthwhile(
     )
     if problem := first_problem(mesh, trial.problem):
         disable_compile(root)
-    return CompileResult(not problem, problem, trial.seconds)
+    return CompileDecision(not problem, problem, trial.seconds)
 
 
 def first_problem(mesh: Mesh, problem: str) -> str:
