@@ -7,7 +7,7 @@ import torch
 
 from tests import warm
 from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without, write_task
-from tests.train.test_pass_limit import short_of_room, with_room_for
+from tests.train.test_micro_batch_limit import short_of_room, with_room_for
 from trimtab.cli.main import main
 from trimtab.distributed.process_group import Peers
 from trimtab.rollout.builtin.kv_cache import KVCacheManager
