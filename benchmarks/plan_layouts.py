@@ -2,7 +2,7 @@
 
 SFT, DPO and GRPO of a Llama of 63M parameters in fp32, two processes over gloo on this CPU, two steps of two passes:
 the jobs as they are, in each layout. Measured is the private memory of a process (RssAnon, looked at every 2 ms) while
-it trains, less what it had before anything was loaded; planned is the same without the program. The C library is asked
+it trains, less what it had before anything was loaded; planned is the same without the program. The allocator is asked
 to give back at once what is freed, so that what is measured is what is alive. No model is written.
 
     python benchmarks/plan_layouts.py [--only "sft --zero_stage 3"] [--tiny]
@@ -142,6 +142,8 @@ def measured(verb: str, folder: Path, words: str) -> list[int]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    # PyTorch for aarch64 allocates with mimalloc, which keeps what is freed for a while; it is read where torch is loaded.
+    os.environ["MIMALLOC_PURGE_DELAY"] = "0"
     context, answers, children = multiprocessing.get_context("spawn"), [], []
     for rank in range(2):
         here, there = context.Pipe(duplex=False)

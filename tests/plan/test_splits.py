@@ -42,7 +42,7 @@ def machines(memory=64 * MIB):
 
 
 def test_the_fastest_layout_that_fits_is_proposed_and_its_flags_ask_for_it(planner, model):
-    tight = planner.on(machines(MIB // 2))
+    tight = planner.changed(machines(MIB // 2))
     for found in (planner, tight):
         proposed = best(found.splits)
         assert proposed.fits and all(proposed.whole <= other.whole for other in found.splits if other.fits)
@@ -59,7 +59,7 @@ def test_options_that_were_given_stay(model):
 
 
 def test_where_nothing_fits_it_says_so_and_what_would(planner):
-    small = planner.on(machines(MIB // 4))
+    small = planner.changed(machines(MIB // 4))
     told = lines(Plan(small, best(small.splits), None, best(small.splits), small.splits), "it")
     assert any(line.startswith("nothing fits: the least is") for line in told)
     assert any("--lora_rank 16" in line for line in told)

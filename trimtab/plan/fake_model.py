@@ -237,7 +237,24 @@ class PlannedModel:
         self._spare, self._options, self._accelerator = spare, options, accelerator
         self._passes: dict[tuple[int, int | None], Any] = {}
         self.whole = self._fake(found.skeleton)
-        self._layers = decoder_layers(found.skeleton)
+        self.layers = self.whole.layers
+        self.config = config = found.skeleton.config.get_text_config()
+        self.size: int = config.hidden_size * config.num_hidden_layers
+        """Layers x width, of the whole model."""
+        self._layers = layers = decoder_layers(found.skeleton)
+        self.weights = _bytes(found.skeleton)
+        """Bytes of the working weights; of those"""
+        self.frozen_weights = sum(p.nbytes for p in found.skeleton.parameters() if not p.requires_grad)
+        self.layer_weights = max(map(_bytes, layers), default=0)  # of the largest layer
+        self.root_weights = self.weights - sum(map(_bytes, layers))  # of embedding and head
+        self.learnt = _learnt(found.skeleton)
+        """Trained parameters; of those"""
+        self.learnt_layer = max(map(_learnt, layers), default=0)
+        self.learnt_root = self.learnt - sum(map(_learnt, layers))
+        self.key_heads = max(1, (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor)
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.token_keys = width * next(found.skeleton.parameters()).element_size()
+        """Bytes of a token's keys in one layer and one head."""
 
     def _fake(self, skeleton: PackedModel) -> FakeModel:
         if self.tensor > 1:
@@ -254,41 +271,6 @@ class PlannedModel:
         shorten(one := copy.deepcopy(two), 1)
         return [self._fake(one), self._fake(two)]
 
-    # ---- sizes
-
-    @cached_property
-    def weights(self) -> int:
-        """Bytes of the working weights."""
-        return sum(p.nbytes for p in self.whole.model.parameters())
-
-    @cached_property
-    def learnt(self) -> int:
-        """Trained parameters."""
-        return _learnt(self.whole.model)
-
-    @cached_property
-    def frozen_weights(self) -> int:
-        return sum(p.nbytes for p in self.whole.model.parameters() if not p.requires_grad)
-
-    @cached_property
-    def layer_weights(self) -> int:
-        """Bytes of the largest layer."""
-        return max((sum(p.nbytes for p in layer.parameters()) for layer in self._layers), default=0)
-
-    @cached_property
-    def root_weights(self) -> int:
-        """Bytes of what belongs to no layer: embedding and head."""
-        return self.weights - sum(p.nbytes for layer in self._layers for p in layer.parameters())
-
-    @cached_property
-    def learnt_layer(self) -> int:
-        """Trained parameters of the layer that has most."""
-        return max((_learnt(layer) for layer in self._layers), default=0)
-
-    @cached_property
-    def learnt_root(self) -> int:
-        return self.learnt - sum(_learnt(layer) for layer in self._layers)
-
     @cached_property
     def multiplied(self) -> float:
         """Weights that a token's matrix products take: all but an embedding that is no head as well, and of experts
@@ -299,27 +281,6 @@ class PlannedModel:
         every = sum(p.numel() for p in inner.parameters()) - (0 if tied else embedding.numel())
         experts = [p for name, p in inner.named_parameters() if ".experts." in name and p.ndim == 3]
         return every - sum(p.numel() * (1 - self.config.num_experts_per_tok / p.shape[0]) for p in experts)
-
-    @cached_property
-    def config(self) -> Any:
-        return self.whole.model.config.get_text_config()
-
-    @property
-    def size(self) -> int:
-        """Layers x width, of the whole model."""
-        return self.config.hidden_size * self.config.num_hidden_layers
-
-    @cached_property
-    def token_keys(self) -> int:
-        """Bytes of a token's keys in one layer and one head."""
-        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
-        return width * next(self.whole.model.parameters()).element_size()
-
-    @cached_property
-    def key_heads(self) -> int:
-        """Heads of keys and values; of a tensor-parallel layer those of one process."""
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        return max(1, heads // self.tensor)
 
     def engine_memory(self, tokens: int | None = None) -> EngineMemory:
         """`tokens`: size of the KV cache, if the options say it."""
@@ -332,10 +293,6 @@ class PlannedModel:
         return self.engine_memory().token_bytes
 
     # ---- passes
-
-    @property
-    def layers(self) -> int:
-        return self.whole.layers
 
     def scoring_bytes(self, tokens: int) -> int:
         """Without gradients no layer's activations are kept: a short model's pass takes what the whole one's takes."""
@@ -387,6 +344,10 @@ def shorten(model: PackedModel, layers: int) -> None:
         if isinstance(module, nn.ModuleList) and {type(child).__name__ for child in module} <= names:
             del module[layers:]
     model.config.get_text_config().num_hidden_layers = layers
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters())
 
 
 def _learnt(module: nn.Module) -> int:

@@ -88,7 +88,7 @@ def best(tried: Sequence[Tried]) -> Tried:
 
 
 class Planner:
-    """One job on some machines. `changed` and `on` make others of the same job: what was measured is kept."""
+    """Tries layouts of one job on some machines."""
 
     def __init__(
         self,
@@ -103,12 +103,10 @@ class Planner:
         self.options, self.machines, self.work, self.propose = options, machines, work, propose
         self._models = {} if models is None else models
 
-    def changed(self, **settings: Any) -> "Planner":
+    def changed(self, machines: Machines | None = None, **settings: Any) -> "Planner":
+        """The same job under other options, or on other machines: what was measured is kept."""
         options = dataclasses.replace(self.options, **settings)
-        return Planner(options, self.machines, self.work, propose=self.propose, models=self._models)
-
-    def on(self, machines: Machines) -> "Planner":
-        return Planner(self.options, machines, self.work, propose=self.propose, models=self._models)
+        return Planner(options, machines or self.machines, self.work, propose=self.propose, models=self._models)
 
     @cached_property
     def models(self) -> list[PlannedModel]:
@@ -154,26 +152,19 @@ class Planner:
         if isinstance(options, RLOptions):
             held.add_builtin_engine()
         memory = self._micro_batches(held)
-        time = None
-        if self.clock is not None:
-            pools = [(held, memory)]
-            time = self.clock.step(pools) if held.engine is None else self.clock.iteration(pools, held.engine)
+        time = None if self.clock is None else self.clock.step([(held, memory)], held.engine)
         return Tried(kind, options, {"": (held, memory)}, time, changes or {}, engine=held.engine)
 
     @cached_property
     def splits(self) -> list[Tried]:
         """Every layout of a supervised job."""
-        config = self.models[0].whole.model.config
-        ways = split_candidates(self.options, self.machines, self.work, config)
-        return [found for change in ways if (found := self._tried_split(change)) is not None]
-
-    def _tried_split(self, change: Change) -> Tried | None:
-        """None: these options do not go together, or not on this many devices; or a model beside the trained one is of
-        a family that cannot be cut."""
-        try:
-            return self.changed(**change).one_pool(changes=change)
-        except UserError:
-            return None
+        found = []
+        for change in split_candidates(self.options, self.machines, self.work, self.models[0].whole.model.config):
+            # A UserError: these options do not go together, or not on this many devices; or a model beside the trained
+            # one is of a family that cannot be cut.
+            with contextlib.suppress(UserError):
+                found.append(self.changed(**change).one_pool(changes=change))
+        return found
 
     def split_as_asked(self) -> Tried | None:
         """The layout of the options, if they name one."""
@@ -198,9 +189,8 @@ class Planner:
         """`sleep`: engines and models on the same devices make room for each other."""
         engines = layout.engines
         hybrid = engines is not None and engines.pool is not None
-        sleep, engine = sleep and hybrid, None
-        if engines is not None:
-            engine = self._vllm(layout, sleep) if hybrid else self._vllm_share(layout, self._utilization())
+        sleep = sleep and hybrid
+        engine = None if engines is None else self._vllm(layout, sleep=sleep)
         pools: dict[str, tuple[ProcessMemory, Memory]] = {}
         for pool in layout.pools:
             near = engines is not None and engines.pool == pool.name
@@ -210,26 +200,20 @@ class Planner:
                 engine = held.engine
             pools[pool.name] = held, self._micro_batches(held)
         assert engine is not None and self.clock is not None
-        time = self.clock.iteration(list(pools.values()), engine, layout, sleep=sleep)
+        time = self.clock.step(list(pools.values()), engine, layout, sleep=sleep)
         return Tried(kind, self.options, pools, time, layout=layout, engine=engine)
 
-    def _utilization(self) -> float:
-        assert isinstance(self.options, RLOptions)
-        return min(self.options.vllm_gpu_memory_utilization, 0.95)
-
-    def _vllm_share(self, layout: Layout, utilization: float) -> EngineShare:
-        assert isinstance(self.options, RLOptions) and layout.engines is not None
-        return vllm_share(layout.engines, self.options, self.machines.hardware, self.work, self.models[0], utilization)
-
-    def _vllm(self, layout: Layout, sleep: bool) -> EngineShare:
-        """An engine that takes what its neighbours leave it, unless the options say how much."""
-        if "vllm_gpu_memory_utilization" in self.options.given:
-            return self._vllm_share(layout, self._utilization())
-        first = layout.pools[0]
-        beside = self._micro_batches(self.process(first.units, first.size, sleep=sleep))
-        taken = beside.during("rollout") if sleep else beside.peak
-        share = max(0.0, FILL - taken / self.machines.hardware.memory)
-        return self._vllm_share(layout, int(20 * share) / 20)
+    def _vllm(self, layout: Layout, *, sleep: bool) -> EngineShare:
+        """An engine beside models takes what they leave it, unless the options say how much."""
+        options, engines, hardware = self.options, layout.engines, self.machines.hardware
+        assert isinstance(options, RLOptions) and engines is not None
+        utilization = min(options.vllm_gpu_memory_utilization, 0.95)
+        if engines.pool is not None and "vllm_gpu_memory_utilization" not in options.given:
+            first = layout.pools[0]
+            beside = self._micro_batches(self.process(first.units, first.size, sleep=sleep))
+            taken = beside.during("rollout") if sleep else beside.peak
+            utilization = int(20 * max(0.0, FILL - taken / hardware.memory)) / 20
+        return vllm_share(engines, options, hardware, self.work, self.models[0], utilization)
 
     def best_of_each_kind(self) -> list[Tried]:
         tensor_parallel = self.least_tensor_parallel()
@@ -328,7 +312,7 @@ def largest(at: Callable[[int], Memory], room: int, least: int, most: int) -> Me
 # ---- plans
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     planner: Planner
     shown: Tried
@@ -338,36 +322,17 @@ class Plan:
     """On machines; else the plan keeps the options' layout."""
     candidates: list[Tried] = field(default_factory=list)
 
-    @property
-    def options(self) -> TrainedModelOptions:
-        return self.planner.options
-
-    @property
-    def hardware(self) -> Hardware:
-        return self.planner.machines.hardware
-
-    @property
-    def memory(self) -> Memory:
-        return self.shown.first[1]
-
-    @property
-    def memory_gib(self) -> float:
-        return self.memory.peak / GIB
-
-    @property
-    def fits(self) -> bool:
-        return self.shown.fits
-
-    @property
-    def time(self) -> StepTime | None:
-        return self.shown.time
+    def __post_init__(self) -> None:
+        self.options, self.hardware = self.planner.options, self.planner.machines.hardware
+        self.held, self.memory = self.shown.first
+        self.memory_gib, self.fits, self.time = self.memory.peak / GIB, self.shown.fits, self.shown.time
 
     def recomputation(self) -> str:
         """What was chosen, in words; empty where the options say it."""
         if self.memory.recomputed is None:
             return ""
         verb = "recomputes" if self.memory.recomputed == 1 else "recompute"
-        return f"{self.memory.recomputed or 'none'} of {self.shown.first[0].layers} layers {verb}"
+        return f"{self.memory.recomputed or 'none'} of {self.held.layers} layers {verb}"
 
     def changes(self) -> Change:
         """Options, for what was chosen here."""
@@ -379,8 +344,7 @@ class Plan:
             case 0:
                 return found | {"gradient_checkpointing": False, "gradient_checkpointing_layers": None}
             case number:
-                every = number == self.shown.first[0].layers
-                return found | {"gradient_checkpointing_layers": None if every else number}
+                return found | {"gradient_checkpointing_layers": None if number == self.held.layers else number}
 
     def flags_that_fit(self) -> str:
         """Which flags would make it fit."""
@@ -388,7 +352,7 @@ class Plan:
         known = flag_changes(self.options, planner.machines.devices, accelerator=self.hardware.accelerator)
         ways = [way for way in known if not (planner.propose and way.keys() & PASS_SIZES)]
         peak = lambda change: planner.changed(**change).one_pool().peak  # noqa: E731
-        return advice(that_fit(ways, peak, self.shown.first[0].room))
+        return advice(that_fit(ways, peak, self.held.room))
 
 
 def make_plan(

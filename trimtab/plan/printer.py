@@ -31,7 +31,9 @@ def lines(plan: Plan, pretrain: str) -> list[str]:
             split = f"{plan.shown.split}, --zero_stage {plan.options.zero_stage}"
             told = [f"{called} in {processes} processes ({split}), each on {hardware.name} with {size}"]
             told += ["", "memory of a process, GiB"]
-        told += [*_parts(plan.memory, 46 if processes == 1 else 62, _head_logits(plan)), "", *_verdict(plan)]
+        logits = plan.held.head_logits() if processes == 1 else 0
+        head = [f"  {'(of it the chunked head, fp32 logits':<46}{logits / GIB:9.2f})"] if logits else []
+        told += [*_parts(plan.memory, 46 if processes == 1 else 62, head), "", *_verdict(plan)]
         return told if plan.time is None else [*told, "", *_times(plan), f"  assumed: {_assumed(plan)}"]
     nodes = "1 machine" if machines.nodes == 1 else f"{machines.nodes} machines"
     told = [f"{called} on {nodes} with {machines.gpus} x {hardware.name}, {hardware.memory / GIB:.1f} GiB each", ""]
@@ -51,12 +53,6 @@ def _parts(memory: Memory, width: int, extra: list[str], indent: str = "  ") -> 
         if part.size:
             told.append(f"{indent}{part.name:<{width}}{part.size / GIB:9.2f}{when}")
     return [*told, *extra, f"{indent}{'peak':<{width}}{memory.peak / GIB:9.2f}   in the {memory.busiest}"]
-
-
-def _head_logits(plan: Plan) -> list[str]:
-    held = plan.shown.first[0]
-    size = held.head_logits() if held.split.processes == 1 else 0
-    return [f"  {'(of it the chunked head, fp32 logits':<46}{size / GIB:9.2f})"] if size else []
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -102,7 +98,7 @@ def _assumed(plan: Plan) -> str:
 def _splits(plan: Plan) -> list[str]:
     shown, proposed = plan.shown, plan.proposed
     assert proposed is not None
-    held, memory = shown.first
+    held, memory = plan.held, plan.memory
     told = [f"layouts, and about how many seconds a step of {plan.planner.work.tokens:,} tokens takes"]
     told.append(_split_row("", "GiB", [*CAUSES, "whole"]))
     told += [_split_line(AS_ASKED, plan.asked)] if plan.asked else []
@@ -151,7 +147,7 @@ def _what_would_fit(plan: Plan) -> list[str]:
     ]
     for times in MORE_MACHINES:
         more = replace(machines, nodes=machines.nodes * times)
-        found = best(planner.on(more).splits)
+        found = best(planner.changed(more).splits)
         if found.fits:
             told.append(f"  on {more.nodes} machines this fits: {' '.join(split_flags(found))}")
             break
@@ -170,12 +166,15 @@ def _called(tried: Tried) -> str:
 
 def _split_line(called: str, tried: Tried) -> str:
     assert tried.time is not None
-    memory = f"{tried.peak / GIB:.0f}{'' if tried.fits else ', no room'}"
-    return _split_row(called, memory, [f"{v:.3g}" for v in (*map(tried.time.due_to, CAUSES), tried.whole)])
+    return _split_row(called, _peak(tried), [f"{v:.3g}" for v in (*map(tried.time.due_to, CAUSES), tried.whole)])
 
 
 def _split_row(called: str, memory: str, seconds: Iterable[str]) -> str:
     return f"  {called:<64}{memory:>12}{''.join(f'{part:>11}' for part in seconds)}"
+
+
+def _peak(tried: Tried) -> str:
+    return f"{tried.peak / GIB:.0f}{'' if tried.fits else ', no room'}"
 
 
 # ---- layouts of an RL job
@@ -204,8 +203,7 @@ def _cluster_line(tried: Tried) -> str:
     if engines is not None and engines.tensor_parallel > 1:
         sizes += f", engines of {engines.tensor_parallel}"
     seconds = [*(tried.time.phases.get(part, 0.0) for part in TIMED), tried.whole]
-    memory = f"{tried.peak / GIB:.0f}{'' if tried.fits else ', no room'}"
-    return _cluster_row(tried.kind, sizes, memory, map(_seconds, seconds))
+    return _cluster_row(tried.kind, sizes, _peak(tried), map(_seconds, seconds))
 
 
 def _cluster_row(kind: str, devices: str, memory: str, seconds: Iterable[str]) -> str:
@@ -255,7 +253,8 @@ def _about_kinds(plan: Plan) -> Iterator[str]:
     first = plan.proposed
     assert first is not None and first.layout is not None
     every = [*([plan.asked] if plan.asked else []), *plan.candidates]
-    others = [found for found in every if found.fits and found.kind != first.kind and _matters(found, first)]
+    others = [found for found in every if found.fits and found.kind != first.kind]
+    others = [found for found in others if abs(found.whole - first.whole) > MATTERS * max(found.whole, first.whole)]
     if others:
         second = best(others)
         why = ": no device waits while another role works" if first.kind in (HYBRID, BUILTIN) else ""
@@ -335,10 +334,6 @@ def _about_settings(plan: Plan) -> Iterator[str]:
             f"of {sent:.0f} s of sending between processes {unhidden:.0f} s are not hidden by arithmetic: larger "
             "passes, or fewer processes"
         )
-
-
-def _matters(one: Tried, other: Tried) -> bool:
-    return abs(one.whole - other.whole) > MATTERS * max(one.whole, other.whole)
 
 
 def _kind(tried: Tried) -> str:

@@ -247,49 +247,42 @@ class Clock:
 
     # ---- a step, an iteration
 
-    def step(self, pools: Sequence[tuple[ProcessMemory, Memory]]) -> StepTime:
-        """Of a supervised job: its models are in one pool."""
-        ((held, memory),) = pools
-        time = StepTime(self.work.tokens)
-        for model in held.models:
-            if not model.trained:
-                time.add("scoring", self.scoring(model, held, time.tokens, memory))
-        for model in held.learners:
-            time.add("update", self.update(model, held.split, time.tokens, 1, memory))
-        return time
-
-    def iteration(
+    def step(
         self,
         pools: Sequence[tuple[ProcessMemory, Memory]],
-        engine: EngineShare,
+        engine: EngineShare | None = None,
         layout: Layout | None = None,
         *,
         sleep: bool = False,
     ) -> StepTime:
-        """Of an RL job. `layout`: of a cluster, to whose engines weights are sent."""
-        options, rows = self.options, self.work.rows
-        assert isinstance(options, RLOptions)
-        samples = options.rollout_batch_size * options.n_samples_per_prompt
-        time = StepTime(options.rollout_batch_size * rows.prompt + samples * rows.answer)
-        time.phases["rollout"] = self.rollout(samples, pools[0][0].split, engine, layout)
+        """Of an optimizer step; of an iteration in RL. `layout`: of a cluster, to whose engines weights are sent."""
+        options, rows, steps, epochs, apart = self.options, self.work.rows, 1, 1, False
+        time = StepTime(self.work.tokens)
+        if isinstance(options, RLOptions):
+            assert engine is not None
+            samples, epochs = options.rollout_batch_size * options.n_samples_per_prompt, options.max_epochs
+            time = StepTime(options.rollout_batch_size * rows.prompt + samples * rows.answer)
+            steps = epochs * max(1, samples // options.train_batch_size)
+            apart = options.uses_vllm if layout is None else layout.engines is not None
+            time.phases["rollout"] = self.rollout(samples, pools[0][0].split, engine, layout)
         if layout is not None:
             time.phases["sync"], time.link = self.sync(layout)
-        steps = options.max_epochs * max(1, samples // options.train_batch_size)
-        apart = options.uses_vllm if layout is None else layout.engines is not None
         for held, memory in pools:
             for model in held.models:
                 for _ in range(self.times_scored(model, apart=apart)):
                     time.add("scoring", self.scoring(model, held, time.tokens, memory))
+        for held, memory in pools:
             for model in held.learners:
-                time.add("update", self.update(model, held.split, options.max_epochs * time.tokens, steps, memory))
-        if layout is not None:
+                time.add("update", self.update(model, held.split, epochs * time.tokens, steps, memory))
+        if layout is not None and engine is not None:
             time.phases["moving"] = self._falling_asleep(pools[0][0], engine) if sleep else 0.0
         return time
 
     def times_scored(self, model: PlannedModel, *, apart: bool) -> int:
         """How often the loop asks a model for log-probs or values. `apart`: engines have a copy of the weights."""
         options = self.options
-        assert isinstance(options, RLOptions)
+        if not isinstance(options, RLOptions):
+            return int(not model.trained)
         if model.role != "actor":
             return 1
         as_reference = int(options.init_kl_coef > 0 and options.lora_rank > 0)  # without its adapters
