@@ -142,7 +142,7 @@ def measured(verb: str, folder: Path, words: str) -> list[int]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    # PyTorch for aarch64 allocates with mimalloc, which keeps what is freed for a while; it is read where torch is loaded.
+    # PyTorch for aarch64 allocates with mimalloc, which else keeps what is freed for a while.
     os.environ["MIMALLOC_PURGE_DELAY"] = "0"
     context, answers, children = multiprocessing.get_context("spawn"), [], []
     for rank in range(2):

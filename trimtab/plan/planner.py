@@ -370,6 +370,9 @@ def plan_layouts(options: TrainedModelOptions, machines: Machines) -> Plan:
     """Layouts, and which of them to take: of all roles in RL, of the one model that is trained elsewhere."""
     refuse_unplannable(options)
     machines.require_links()
+    if isinstance(options, RLOptions):  # layouts of roles: how a model is split is not compared here
+        whole: Change = {"ds_tensor_parallel_size": 1, "ring_attn_size": 1, "shard_size": None, "zpg": 1}
+        options = dataclasses.replace(options, **whole)
     planner = Planner(options, machines, supposed(options), propose=not options.given & PASS_SIZES)
     with _planning(options):
         if isinstance(options, RLOptions):
