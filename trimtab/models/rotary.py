@@ -5,7 +5,7 @@ lengths, so here each gets those of its own length, as if it were alone: tokens 
 their sequences need, and the module is called once for each group.
 
     longrope  up to `original_max_position_embeddings` tokens one set of frequencies, beyond it another
-    dynamic   beyond `max_position_embeddings` tokens every length has frequencies of its own
+    dynamic   beyond `max_position_embeddings` tokens every length has its own frequencies
 """
 
 from collections.abc import Iterator

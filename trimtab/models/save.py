@@ -55,18 +55,18 @@ def _save_sharded(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16:
     if not mesh.leads:
         weights.write(None)
         return
-    told = []
+    announced = []  # to the other processes
 
     def write(beside: Path) -> None:
         beside.mkdir()
-        told.append(beside)
+        announced.append(beside)
         weights.write(beside)
         write_description(model.inner, beside, torch.bfloat16 if bf16 else torch.float32)
 
     try:
         write_folder(folder, write, tokenizer.save_pretrained)
     finally:
-        if not told:
+        if not announced:
             weights.write(None)  # the others wait for a place
 
 
@@ -156,7 +156,7 @@ def merge_adapter(
 
 
 def _check_kind(path: Path, is_rm: bool) -> None:
-    """A reward model's adapter on a language model, or the reverse, would leave a head that nobody trained."""
+    """A reward model's adapter on a language model, or the reverse, would leave an untrained head."""
     try:
         kind = json.loads(path.read_text(encoding="utf-8")).get("task_type")
     except (OSError, ValueError, AttributeError) as error:

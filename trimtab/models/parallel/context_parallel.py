@@ -73,7 +73,7 @@ class Piece:
         return self.span.rows()[self._begin(window) : self.end]
 
     def strips(self, longest: int) -> list["Piece"]:
-        """The same in pieces of at most so many tokens."""
+        """The same in pieces of at most this many tokens."""
         start = self.end - self.length
         lengths = {begin: min(longest, self.length - begin) for begin in range(0, self.length, longest)}
         return [Piece(self.first + b, length, self.span, start + b + length) for b, length in lengths.items()]

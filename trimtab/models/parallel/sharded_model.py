@@ -148,9 +148,9 @@ def check_parallel_options(pretrain: str, options: ShardingOptions, flag: str) -
         return
     for name, value in vars(text).items():
         if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
-            told, mend = ("--keep_dropout: ", "leave it out") if chosen else ("", f"set {name} to 0 in its config.json")
+            said, mend = ("--keep_dropout: ", "leave it out") if chosen else ("", f"set {name} to 0 in its config.json")
             raise UserError(
-                f"{told}{model} drops attention weights ({name} {value:g}), which processes that share rows or layers "
+                f"{said}{model} drops attention weights ({name} {value:g}), which processes that share rows or layers "
                 f"cannot draw together; {mend}"
             )
 

@@ -90,8 +90,8 @@ class ShardedWriter:
             mine = writers[number % len(writers)] == peers.rank
             error = self._write_file(Path(place) / self.names[number] if mine and problem is None else None, groups)
             problem = problem or error
-        if told := next((found for found in peers.gather(problem) if found), None):
-            raise OSError(*told)
+        if failure := next((found for found in peers.gather(problem) if found), None):
+            raise OSError(*failure)
         if len(self.files) > 1 and peers.leads:
             self._write_index(Path(place))
 

@@ -276,23 +276,23 @@ FAMILIES: dict[str, dict[str, Style]] = {
 INNER_OF_EXPERTS = ("moe_intermediate_size", "intermediate_size")
 
 
-def check_tensor_parallel(config: Any, parts: int, told: str) -> None:
-    """A UserError, in one line, where this model cannot be split over so many processes. `told`: which model it is."""
+def check_tensor_parallel(config: Any, parts: int, what: str) -> None:
+    """A UserError, in one line, if this model cannot be split over this many processes. `what`: which model it is."""
     styles = FAMILIES.get(config.model_type)
     if styles is None:
         known = ", ".join(FAMILIES)
-        raise UserError(f"{told}: layers of a {config.model_type} model cannot be cut; of {known} models they can")
+        raise UserError(f"{what}: layers of a {config.model_type} model cannot be cut; of {known} models they can")
     heads = config.num_attention_heads
     if heads % parts:
         fits = " or ".join(str(size) for size in range(2, heads + 1) if heads % size == 0)
-        raise UserError(f"{told}: its {heads} attention heads cannot be shared out to {parts} processes, but to {fits}")
+        raise UserError(f"{what}: its {heads} attention heads cannot be shared out to {parts} processes, but to {fits}")
     if ParallelExperts in styles.values():
         inner = next(getattr(config, name) for name in INNER_OF_EXPERTS if getattr(config, name, None))
         if inner % parts:
-            raise UserError(f"{told}: its experts are {inner} wide, which {parts} processes cannot share")
+            raise UserError(f"{what}: its experts are {inner} wide, which {parts} processes cannot share")
     words = config.vocab_size
     if -(-words // parts) * (parts - 1) >= words:
-        raise UserError(f"{told}: its vocabulary of {words} cannot be shared out to {parts} processes")
+        raise UserError(f"{what}: its vocabulary of {words} cannot be shared out to {parts} processes")
 
 
 def style_of(name: str, styles: dict[str, Style]) -> Style | None:
