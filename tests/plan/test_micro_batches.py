@@ -16,7 +16,7 @@ from trimtab.config.parse import parse
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World
 from trimtab.plan.micro_batches import is_wanted, with_default_tokens, with_planned_passes
-from trimtab.train.checkpoint_files import unseal_state
+from trimtab.train.checkpoint_files import PARTS, seal_state, unseal_state
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.trainer import PolicyTrainer
 
@@ -124,7 +124,7 @@ def test_a_run_that_was_begun_by_samples_goes_on_by_samples(place, capsys):
     # As versions before passes by tokens have left it.
     state = unseal_state((checkpoints / "global_step1/state.json").read_text(), 1)
     assert state["manifest"].pop("passes") == {"samples": 8}
-    (checkpoints / "global_step1/state.json").write_text(json.dumps(state))
+    (checkpoints / "global_step1/state.json").write_text(seal_state(state, 1, state[PARTS]))
     capsys.readouterr()
     assert run(*fixed, "--load_checkpoint") == 0
     assert "resumed from" in (told := capsys.readouterr().out) and "passes of up to" not in told
