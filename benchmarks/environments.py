@@ -90,7 +90,7 @@ def pooled(pool: EnvironmentPool, episodes: int) -> dict[int, float]:
         while begun < episodes and begun - len(rewards) < AT_ONCE:
             pool.reset(begun, Task(begun, 0, 0))
             begun += 1
-        for reply in pool.finished(60.0):
+        for reply in pool.poll(60.0):
             if isinstance(reply, ResetReply | StepReply):
                 number = turns[reply.episode]
                 turns[reply.episode] += 1

@@ -103,7 +103,7 @@ def play(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Non
     source = options.environment or f"{GAME}:Game"
     pool = EnvironmentPool(source, SandboxLimits(workers=options.workers))
     groups = options.episodes // options.group
-    rows: list[dict[str, Any]] = pool.rows(groups, 0) if pool.about.offers_rows else [{}] * groups
+    rows: list[dict[str, Any]] = pool.rows(groups, 0) if pool.info.offers_rows else [{}] * groups
     tasks = [Task(row, 0, row + 1, columns=columns) for row, columns in enumerate(rows)]
     engine = EnvironmentEngine(
         make_engine(options.slots, 4096),

@@ -160,7 +160,7 @@ def test_what_has_finished_is_kept_when_it_is_put_away_and_at_the_latest_when_pa
         scheduler.finish([sample])
 
     finish_one()
-    assert not scheduler.busy and kept.lookup([*text, 8, 8, 8, 0]).tokens == 0
+    assert not scheduler.has_unfinished and kept.lookup([*text, 8, 8, 8, 0]).tokens == 0
     scheduler.free_finished()
     assert kept.lookup([*text, 8, 8, 8, 0]).tokens == len(text) + 3
     finish_one()
