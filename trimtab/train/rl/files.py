@@ -29,7 +29,15 @@ from trimtab.train.micro_batch_limit import InsufficientMemory
 from trimtab.train.rl.async_client import RolloutStalled
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
 from trimtab.train.rl.rollout_client import EnvironmentFailed
-from trimtab.train.rl.rollout_files import KeptTokens, TimeLine, best_and_worst, sample_fields, turns, whole_groups
+from trimtab.train.rl.rollout_files import (
+    TimeLine,
+    TokenTexts,
+    best_and_worst,
+    sample_fields,
+    token_fields,
+    turns,
+    whole_groups,
+)
 from trimtab.train.run_directory import RunDirectory, SpaceWatch, adam_bytes, compare_manifests
 
 LEARNERS = ("actor", "critic", "proposal")
@@ -68,21 +76,21 @@ class RunFiles:
         self._log: RunLog | None = None
         self._ledger: MetricsFile | None = None
         self._answers = 0  # the last one of an iteration that was kept
+        self._texts = TokenTexts(tokenizer)
         self.time_line = TimeLine()
 
     # ---- while the run works
 
     def open(self, start: int, roles: Any, *, resumed: bool) -> None:
         self.run_directory.describe()
+        resume_from = start if resumed else None
         with writing(f"--save_path {self.folder}: cannot write there"):
-            self._rollouts = MetricsFile(self.folder / "rollouts.jsonl", resume_from=start if resumed else None)
-            self._tokens = KeptTokens(self.folder, self.tokenizer, resume_from=start if resumed else None)
+            self._rollouts = MetricsFile(self.folder / "rollouts.jsonl", resume_from=resume_from)
+            self._tokens = MetricsFile(self.folder / "tokens.jsonl", resume_from=resume_from)
             if self.options.outlives_updates:
-                self._ledger = MetricsFile(
-                    self.folder / "ledger.jsonl", resume_from=start if resumed else None, key="iteration"
-                )
+                self._ledger = MetricsFile(self.folder / "ledger.jsonl", resume_from=resume_from, key="iteration")
         if self.options.outlives_updates:
-            self.time_line = TimeLine(self.folder, resume_from=start if resumed else None)
+            self.time_line = TimeLine(self.folder, resume_from=resume_from)
         self._log = RunLog(
             self.options,
             self.manifest,
@@ -138,7 +146,8 @@ class RunFiles:
                 prompt, response, row = experience.prompt(i), experience.response(i), int(experience.rows_S[i])
                 label = self.stores[store].label(row) if store in self.stores else None
                 self._answers = self._answers + 1 if iteration == self._rollouts.last else 0
-                self._tokens.write(iteration, self._answers, experience, i)
+                fields = token_fields(experience, i, self._texts)
+                self._tokens.write({"step": iteration, "answer": self._answers, **fields})
                 kept.append(
                     {
                         "step": iteration,
@@ -325,7 +334,7 @@ def _drawing(roles: Any) -> dict[str, Group]:
 
 
 def shown(row: dict) -> dict[str, str]:
-    """What the progress bar tells of an iteration."""
+    """What the progress bar shows of an iteration."""
     figures = {"reward": ("reward", ".3f"), "kl": ("kl", ".4f"), "length": ("length", ".0f")}
     figures |= {
         "teacher": ("teacher_kl", ".3f"),
@@ -333,7 +342,7 @@ def shown(row: dict) -> dict[str, str]:
         "eval": ("eval_pass_1", ".3f"),
         "tok/s": ("tokens_per_second", ",.0f"),
     }
-    told = {label: format(row[name], style) for label, (name, style) in figures.items() if name in row}
+    shown_row = {label: format(row[name], style) for label, (name, style) in figures.items() if name in row}
     if row.get("skipped_steps"):
-        told["skipped"] = str(row["skipped_steps"])
-    return told
+        shown_row["skipped"] = str(row["skipped_steps"])
+    return shown_row

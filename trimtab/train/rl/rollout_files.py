@@ -129,18 +129,6 @@ UNREADABLE = "\ufffd"
 MOST_OF_A_CHARACTER = 8  # tokens
 
 
-class KeptTokens:
-    def __init__(self, folder: Path, tokenizer: Any, *, resume_from: int | None):
-        self._file = MetricsFile(folder / "tokens.jsonl", resume_from=resume_from)
-        self._texts = TokenTexts(tokenizer)
-
-    def write(self, step: int, answer: int, experience: Experience, i: int) -> None:
-        self._file.write({"step": step, "answer": answer, **token_fields(experience, i, self._texts)})
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def token_fields(experience: Experience, i: int, texts: "TokenTexts") -> dict[str, Any]:
     ids, drawn = np.array(experience.response(i)), experience.drawn(i).numpy()
     start, length = int(experience.starts_S[i]), int(experience.lengths_S[i])
@@ -218,7 +206,7 @@ FILE = "time_line.jsonl"
 TRAINER = "trainer"
 GENERATING, SCORING = "writing", "judging"
 LANES = {GENERATING: "engine", SCORING: "rewards"}
-NEIGHBOURS = 0.005  # seconds between two spans of the same kind that are told as one
+NEIGHBOURS = 0.005  # seconds between two spans of the same kind that are reported as one
 
 ReportedSpan = tuple[str, float, float]
 """What was done, and how many seconds before the telling it began and ended: clocks of two machines need not agree."""
@@ -249,7 +237,7 @@ class Spans:
                     self._add(what, begin, time.monotonic())
 
     def taken(self) -> list[ReportedSpan]:
-        """What was not told yet. Of what still goes on, the part until now."""
+        """What was not reported yet. Of what still goes on, the part until now."""
         with self._lock:
             now = time.monotonic()
             for what, (count, begin) in self._running.items():
@@ -290,8 +278,8 @@ class TimeLine:
     def add_engines(self, spans: dict[int, list[ReportedSpan]], iteration: int) -> None:
         """What the process of each engine has done, as it said just now (`Spans.taken`)."""
         now = time.monotonic()
-        for process, told in spans.items():
-            for what, began, ended in told:
+        for process, own in spans.items():
+            for what, began, ended in own:
                 self._write(f"{LANES[what]} {process}", what, now - began, now - ended, iteration)
 
     def close(self) -> None:

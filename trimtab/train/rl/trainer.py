@@ -141,7 +141,7 @@ class Trainer(ModelRole):
     # ---- on disk
 
     def write_state(self, *, folder: Path, step: int) -> str | None:
-        """Everything needed to go on, in parts. A disk that fails is told, not raised: other processes wait."""
+        """Everything needed to go on, in parts. A failed disk is returned as text, not raised: other processes wait."""
         return problem_of(lambda: write_sharded(folder, self.tensors(), self.mesh, step))
 
     def trained_parameters(self) -> int:
@@ -165,7 +165,7 @@ class Trainer(ModelRole):
         self.optimizer.restore(saved)
 
     def save(self, *, folder: Path) -> str | None:
-        """The model as others load it. A disk that fails is told, not raised."""
+        """The model as others load it. A disk that fails is returned as text, not raised."""
         return problem_of(lambda: self.write_model(folder))
 
     def write_model(self, folder: Path) -> None:
