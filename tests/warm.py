@@ -98,18 +98,18 @@ def start_call(function: Callable, *arguments):
     return process
 
 
-def call_world(function: Callable, size: int, *arguments, fresh: bool = False) -> list[int]:
-    """The same in several processes that find each other. `fresh`: not forked: libraries read the environment anew."""
-    processes = start_calls(function, size, *arguments, fresh=fresh)
+def call_world(function: Callable, size: int, *arguments) -> list[int]:
+    """The same in several processes that find each other."""
+    processes = start_calls(function, size, *arguments)
     for process in processes:
         process.join()
     return [process.exitcode for process in processes]
 
 
-def start_calls(function: Callable, size: int, *arguments, fresh: bool = False) -> list:
-    shared, context = _world(size), multiprocessing.get_context("spawn") if fresh else _context
+def start_calls(function: Callable, size: int, *arguments) -> list:
+    shared = _world(size)
     ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    processes = [context.Process(target=_call, args=(function, rank, arguments)) for rank in ranks]
+    processes = [_context.Process(target=_call, args=(function, rank, arguments)) for rank in ranks]
     for process in processes:
         _start(process)
     return processes
