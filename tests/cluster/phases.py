@@ -25,9 +25,9 @@ class Doing(NamedTuple):
 
 def note_phases(notes: Path, lasts: float = 0.5) -> None:
     """In a worker: before each call of a role. `lasts`: seconds that a phase takes at least, so that it can be hit."""
-    from trimtab.distributed.supervision import Pulse
+    from trimtab.distributed.supervision import Heartbeat
 
-    plain = Pulse.move
+    plain = Heartbeat.move
     address = next(word.partition("=")[2] for word in sys.argv if word.startswith("--node-ip-address="))
 
     def move(self, doing=None):
@@ -38,7 +38,7 @@ def note_phases(notes: Path, lasts: float = 0.5) -> None:
             if doing in PHASES.values():
                 time.sleep(lasts)
 
-    Pulse.move = move
+    Heartbeat.move = move
 
 
 def noted(notes: Path) -> list[Doing]:

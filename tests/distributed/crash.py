@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from trimtab.distributed.supervision import pulse, watch
+from trimtab.distributed.supervision import own_heartbeat, watch
 
 
 def main() -> None:
@@ -37,12 +37,12 @@ def main() -> None:
         if what == "finish late":  # the others wait for longer than they may stand still
             for _ in range(20):
                 time.sleep(0.1)
-                pulse.move()
+                own_heartbeat.move()
             (folder / "done").touch()
         return
     if what == "finish":
         return
-    with pulse.waiting():
+    with own_heartbeat.waiting():
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not (more and (folder / "done").exists()):
             time.sleep(0.05)

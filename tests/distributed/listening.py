@@ -25,7 +25,7 @@ def addresses() -> set[str]:
 def main() -> None:
     world = find_world(find_device())
     everyone = world.gather(sorted(addresses()))
-    if world.leads:
+    if world.is_rank_zero:
         Path(sys.argv[1]).write_text(" ".join(address for found in everyone for address in found))
     world.wait()
     leave_world()

@@ -58,7 +58,7 @@ def serve(folder: Path) -> None:
 
     world = find_world(find_device())
     hub = RpcHub(world, {"adder": Adder(world.rank)})
-    if not world.leads:
+    if not world.is_rank_zero:
         hub.serve()
         return
     group = hub.group("adder")
@@ -93,14 +93,14 @@ def watched(what: str, folder: Path) -> None:
     watching.watch(LIMIT)
     world = find_world(find_device())
     hub = RpcHub(world, {"adder": Adder(world.rank)})
-    if world.leads:
+    if world.is_rank_zero:
         if what == "hang":
             hub.group("adder").call("sleep", [0, 60])
         if what == "stop":
             hub.group("adder").call("stop")
-        with watching.pulse.waiting():  # for a reward, say
+        with watching.own_heartbeat.waiting():  # for a reward, say
             time.sleep(2 * LIMIT)
-        hub.hang_up()
+        hub.disconnect()
     else:
         hub.serve()
     leave_world()
@@ -154,7 +154,7 @@ def three_groups(folder: Path) -> None:
 
     world = find_world(find_device())
     hub = RpcHub(world, {"clock": Clock(world.rank)})
-    if not world.leads:
+    if not world.is_rank_zero:
         hub.serve()
         return leave_world()
     everyone, second, third = (hub.group("clock", ranks and Processes.apart(ranks)) for ranks in (None, [1], [2]))

@@ -17,7 +17,7 @@ from trimtab.train.optimizer import total_norm
 
 def test_a_mesh_of_one_communicates_with_nobody():
     mesh = Mesh()
-    assert mesh.here and mesh.leads and mesh.size == mesh.data_size == 1
+    assert mesh.here and mesh.is_rank_zero and mesh.size == mesh.data_size == 1
     for peers in (mesh.all, mesh.data, mesh.gradients, mesh.context, mesh.tensor):
         assert (peers.rank, peers.size, peers.gather("me")) == (0, 1, ["me"])
         assert peers.add_up({"x": torch.tensor(2.0)}) == {"x": 2.0}
@@ -25,8 +25,8 @@ def test_a_mesh_of_one_communicates_with_nobody():
 
 def test_one_of_two_processes_alone_communicates_with_nobody_and_the_other_has_no_place():
     alone, outside = Mesh(World(1, 2), [1]), Mesh(World(0, 2), [1])  # nobody has met: any collective would fail
-    assert alone.here and alone.leads and alone.all.gather("me") == ["me"]
-    assert not outside.here and not outside.leads and outside.size == outside.data_size == 1
+    assert alone.here and alone.is_rank_zero and alone.all.gather("me") == ["me"]
+    assert not outside.here and not outside.is_rank_zero and outside.size == outside.data_size == 1
     with pytest.raises(AssertionError, match="has no place"):
         _ = outside.data
 
@@ -43,14 +43,14 @@ def speak_over_two() -> None:
     world = find_world_on_cpu()
     split, copied, second = Mesh(world), Mesh(world, replicate=2), Mesh(world, [1])
     for mesh in (split, copied):
-        assert (mesh.size, mesh.data_size, mesh.leads) == (2, 2, world.rank == 0)
+        assert (mesh.size, mesh.data_size, mesh.is_rank_zero) == (2, 2, world.rank == 0)
         for peers in (mesh.all, mesh.data, mesh.gradients):
             assert (peers.rank, peers.size) == (world.rank, 2)
             assert peers.gather(world.rank) == [0, 1] and peers.maximum(world.rank) == 1
             assert peers.add_up({"x": torch.tensor(world.rank + 1.0)}) == {"x": 3.0}
             peers.wait()
         assert mesh.tensor.size == mesh.context.size == 1
-    assert second.here == second.leads == (world.rank == 1)
+    assert second.here == second.is_rank_zero == (world.rank == 1)
     assert tuple(split.for_sharding().shape) == (2,) and split.for_sharding() is split.for_sharding()
     assert tuple(copied.for_sharding().shape) == (2, 1)
     assert tuple(copied.for_sharding(copies=False).shape) == (2,)
@@ -71,7 +71,7 @@ def speak_over_four() -> None:
         assert three.all.gather(rank) == three.data.gather(rank) == [0, 2, 3]
         assert three.data.rank == [0, 2, 3].index(rank) and three.for_sharding().size() == 3
     else:
-        assert rank == 1 and not three.leads
+        assert rank == 1 and not three.is_rank_zero
     row, column = rank // 2, rank % 2
     kept = Mesh(world, neighbours=2).for_neighbours()
     assert kept.get_coordinate() == (row, column) and kept.shape == (2, 2) and cut.for_neighbours() is None

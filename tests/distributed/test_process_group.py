@@ -36,5 +36,5 @@ def test_a_world_of_one_communicates_with_nobody():
     import torch
 
     world = World()
-    assert world.leads and world.add_up({"x": torch.tensor(2.0)}) == {"x": 2.0} and world.gather("me") == ["me"]
+    assert world.is_rank_zero and world.add_up({"x": torch.tensor(2.0)}) == {"x": 2.0} and world.gather("me") == ["me"]
     assert world.maximum(7) == 7

@@ -72,7 +72,7 @@ class Pair:
             self.barrier.wait()
             return list(self.told)
 
-        return SimpleNamespace(leads=rank == 0, gather=gather)
+        return SimpleNamespace(is_rank_zero=rank == 0, gather=gather)
 
 
 def in_both(work):
@@ -97,7 +97,7 @@ def test_who_has_no_environments_hears_at_once_that_they_have_failed():
 
     def work(peers):
         pool = BroadcastPool(lambda: Pool(Counting), peers)
-        if peers.leads:
+        if peers.is_rank_zero:
             pool._pool.poll = fail
         pool.poll(0.0)
 

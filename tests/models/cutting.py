@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.models.splitting import gradients, load_split, options_of, some_batch, values
 from trimtab.distributed import collectives
 from trimtab.distributed.device import find_device
-from trimtab.distributed.fsdp import keep_part, whole
+from trimtab.distributed.fsdp import keep_shard, whole
 from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.models.lm_head import LogitShape, choice_log_probs, token_divergence, token_log_probs, whole_logits
 from trimtab.models.packed import scoring
@@ -61,7 +61,7 @@ def fill_adapters(*models):
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
                 with torch.no_grad():
-                    keep_part(0.2 * torch.randn(parameter.shape, generator=generator), parameter)
+                    keep_shard(0.2 * torch.randn(parameter.shape, generator=generator), parameter)
 
 
 def split_gradients(model, batch, mesh):

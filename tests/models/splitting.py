@@ -162,7 +162,7 @@ def save(job, model, words, folder, file_bytes):
     tokenizer = load_tokenizer(model)
     loaded = load_split(job, options, mesh)
     save_model(loaded.model, tokenizer, folder / "split", mesh=mesh, bf16=options.bf16)
-    if mesh.leads:
+    if mesh.is_rank_zero:
         alone = load_split(job, options, None, whole=True)
         save_model(alone.model, tokenizer, folder / "whole", bf16=options.bf16)
     leave_world()

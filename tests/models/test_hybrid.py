@@ -8,7 +8,7 @@ from tests.models.splitting import load_split, options_of, values
 from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
-from trimtab.distributed.fsdp import local, split_again, whole
+from trimtab.distributed.fsdp import local, reshard_model, whole
 from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.activation_memory import ActivationOffload
@@ -49,7 +49,7 @@ def batches():
 def gradients(model, rows, factor):
     for row in rows:
         (values(model, row).sum() * factor).backward()
-    split_again(model)
+    reshard_model(model)
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -16,9 +16,9 @@ from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.plan.hardware import NAMED, Machines
 from trimtab.plan.memory import FILL, ProcessMemory
-from trimtab.plan.micro_batches import with_planned_passes
+from trimtab.plan.micro_batches import with_planned_micro_batches
 from trimtab.plan.planner import Planner, enough_tokens, fastest_micro_batches, fewest_recomputed, update_seconds
-from trimtab.plan.speed import ENOUGH, Clock
+from trimtab.plan.speed import ENOUGH, TimeModel
 from trimtab.plan.workload import Rows, Work
 
 LAYERS = 6
@@ -34,9 +34,9 @@ def memory(tmp_path_factory) -> ProcessMemory:
     return Planner(options, Machines(NAMED["H200"]), WORK, propose=True).bare_process()
 
 
-def clock_with(memory: ProcessMemory, host: float) -> Clock:
+def clock_with(memory: ProcessMemory, host: float) -> TimeModel:
     """`host`: seconds a layer."""
-    clock = Clock(memory.options, Machines(memory.hardware), memory.work, memory.models)
+    clock = TimeModel(memory.options, Machines(memory.hardware), memory.work, memory.models)
     clock.rates = dataclasses.replace(clock.rates, host=host)
     return clock
 
@@ -135,7 +135,7 @@ def test_a_run_that_leaves_it_open_says_how_many_layers_recompute_and_learns_the
 
 def test_what_is_planned_for_one_device_alone_is_said(capsys):
     options = SFTOptions(**OPEN)
-    found = with_planned_passes(options, None, World(0, 2), lambda: pytest.fail("nothing is planned"))
+    found = with_planned_micro_batches(options, None, World(0, 2), lambda: pytest.fail("nothing is planned"))
     assert found == (options, None) and "all layers recompute: " in capsys.readouterr().out
 
 

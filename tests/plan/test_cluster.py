@@ -102,7 +102,7 @@ def test_twice_the_devices_take_half_the_arithmetic(planner):
 
 
 def test_the_best_of_a_kind_is_the_fastest_that_fits(planner):
-    for found in planner.best_of_each_kind():
+    for found in planner.best_per_kind():
         layouts = cluster_candidates(planner.units, TWO, 1)[found.kind]
         tried = [planner.tried(found.kind, layout, sleep=True) for layout in layouts]
         assert found.fits and found.whole == min(one.whole for one in tried if one.fits)

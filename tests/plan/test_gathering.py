@@ -11,7 +11,7 @@ from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.plan import micro_batches
 from trimtab.plan.hardware import NAMED, Hardware, Machines
-from trimtab.plan.micro_batches import with_planned_passes
+from trimtab.plan.micro_batches import with_planned_micro_batches
 from trimtab.plan.planner import Planner
 from trimtab.plan.workload import supposed
 
@@ -62,9 +62,9 @@ def test_what_cannot_fit_is_refused_before_loading_and_what_can_is_not(options_o
                 UserError,
                 match=r"weights, 0\.0 GiB.* of 0\.0 GiB \(small\); try --ds_tensor_parallel_size 2, --bf16, or",
             ):
-                with_planned_passes(options, device, World(0, processes), None)
+                with_planned_micro_batches(options, device, World(0, processes), None)
         else:
-            assert with_planned_passes(options, device, World(0, processes), None) == (options, None)
+            assert with_planned_micro_batches(options, device, World(0, processes), None) == (options, None)
 
 
 def test_shares_are_of_the_processes_that_a_model_is_in(options_of):
@@ -81,10 +81,10 @@ def test_a_reward_model_that_cannot_be_counted_does_not_keep_a_run_from_starting
     BertForSequenceClassification(BertConfig(num_labels=1, **small)).save_pretrained(tmp_path / "encoder")
     options, _ = options_of(f"--init_kl_coef 0 --reward_pretrain {tmp_path}/encoder")
     monkeypatch.setattr(micro_batches, "of_device", lambda device: Hardware("none", 0, accelerator=False))
-    assert with_planned_passes(options, find_device(), World(0, 2), None) == (options, None)
+    assert with_planned_micro_batches(options, find_device(), World(0, 2), None) == (options, None)
 
 
 def test_one_process_has_nothing_to_gather(options_of, monkeypatch):
     monkeypatch.setattr(micro_batches, "of_device", None)
     options, _ = options_of("")
-    assert with_planned_passes(options, find_device(), World(), None) == (options, None)
+    assert with_planned_micro_batches(options, find_device(), World(), None) == (options, None)

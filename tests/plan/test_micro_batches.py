@@ -15,7 +15,7 @@ from trimtab.config.jobs import TRAINED, GRPOOptions, RLOptions, SFTOptions, Tai
 from trimtab.config.parse import parse
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World
-from trimtab.plan.micro_batches import is_wanted, with_default_tokens, with_planned_passes
+from trimtab.plan.micro_batches import is_wanted, with_default_tokens, with_planned_micro_batches
 from trimtab.train.checkpoint_files import PARTS, seal_state, unseal_state
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.trainer import PolicyTrainer
@@ -49,7 +49,7 @@ def test_neither_several_processes_nor_a_tail_run_are_planned():
 
 def test_asking_for_planned_passes_over_several_processes_is_answered(capsys):
     options = SFTOptions(fit_memory=True)
-    planned = with_planned_passes(options, ACCELERATOR, World(0, 2), lambda: pytest.fail("nothing is planned"))
+    planned = with_planned_micro_batches(options, ACCELERATOR, World(0, 2), lambda: pytest.fail("nothing is planned"))
     assert planned == (options, None)
     assert "--fit_memory has no effect over several processes" in capsys.readouterr().out
 

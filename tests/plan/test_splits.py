@@ -10,7 +10,7 @@ from trimtab.config.jobs import SFTOptions
 from trimtab.config.parse import parse
 from trimtab.plan.hardware import GIB, NAMED, Hardware, Machines
 from trimtab.plan.layouts import Split
-from trimtab.plan.planner import Plan, Planner, best, make_plan, plan_layouts, that_fit
+from trimtab.plan.planner import Plan, Planner, best, fitting_changes, make_plan, plan_layouts
 from trimtab.plan.printer import lines, split_flags
 from trimtab.plan.workload import supposed, write_config
 
@@ -75,9 +75,9 @@ def test_flags_that_fit_are_tried_in_the_order_of_their_cost():
         return 20 - sum(bytes_of[name] for name in changed)
 
     ways = [{"bf16": True}, {"zero_stage": 3}, {"gradient_checkpointing": True}, {"adam_offload": True}]
-    assert that_fit(ways, peak, 15) == [{"zero_stage": 3}, {"gradient_checkpointing": True}]
-    assert that_fit(ways, peak, 9) == [{"zero_stage": 3, "gradient_checkpointing": True}]
-    assert that_fit(ways, peak, 1) == []
+    assert fitting_changes(ways, peak, 15) == [{"zero_stage": 3}, {"gradient_checkpointing": True}]
+    assert fitting_changes(ways, peak, 9) == [{"zero_stage": 3, "gradient_checkpointing": True}]
+    assert fitting_changes(ways, peak, 1) == []
 
 
 def test_a_job_that_does_not_fit_names_the_flag_that_makes_it_fit(model):

@@ -108,9 +108,9 @@ def hand_over(cases) -> None:
 
 
 def fill(parameter: torch.Tensor) -> None:
-    from trimtab.distributed.fsdp import keep_part
+    from trimtab.distributed.fsdp import keep_shard
 
-    keep_part(torch.randn(parameter.shape) * 0.1, parameter.data)
+    keep_shard(torch.randn(parameter.shape) * 0.1, parameter.data)
 
 
 def test_the_weights_of_a_cut_policy_are_handed_over_whole(tmp_path):

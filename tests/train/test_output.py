@@ -32,7 +32,7 @@ def broken_output():
 @pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_terminal_that_hangs_up_leaves_a_checkpoint(tasks, finished, tmp_path, loop):
-    prepare, log = partial(hang_up, loop, signal.SIG_DFL), tmp_path / "log"
+    prepare, log = partial(disconnect, loop, signal.SIG_DFL), tmp_path / "log"
     assert warm.run(words(tasks, loop, tmp_path), prepare=prepare, log=log) == 128 + signal.SIGHUP
     assert "checkpoint saved in" in log.read_text()
     assert warm.run([*words(tasks, loop, tmp_path), "--load_checkpoint"]) == 0
@@ -41,11 +41,11 @@ def test_a_terminal_that_hangs_up_leaves_a_checkpoint(tasks, finished, tmp_path,
 
 
 def test_with_nohup_a_terminal_may_hang_up(tasks, tmp_path):
-    assert warm.run(words(tasks, "sft", tmp_path), prepare=partial(hang_up, "sft", signal.SIG_IGN)) == 0
+    assert warm.run(words(tasks, "sft", tmp_path), prepare=partial(disconnect, "sft", signal.SIG_IGN)) == 0
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 12
 
 
-def hang_up(loop, before):
+def disconnect(loop, before):
     """`before`: what the command was started to do about it."""
     signal.signal(signal.SIGHUP, before)
     signal_in_step(loop, 3, signal.SIGHUP)

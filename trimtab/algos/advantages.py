@@ -131,7 +131,7 @@ NO_MOMENTS = (0.0, 0.0, 0.0)
 """The moments (n, mean, M) before anything was seen."""
 
 
-def joined_moments(moments: Sequence[float], new_S: Tensor) -> tuple[float, float, float]:
+def merge_moments(moments: Sequence[float], new_S: Tensor) -> tuple[float, float, float]:
     seen, mean, squares = moments
     new_S = new_S.double()
     new, own = len(new_S), float(new_S.mean())
@@ -140,12 +140,12 @@ def joined_moments(moments: Sequence[float], new_S: Tensor) -> tuple[float, floa
     return total, mean + difference * new / total, squares
 
 
-def moment_standardised(rewards_S: Tensor, moments: Sequence[float], *, centred: bool = True) -> Tensor:
+def whiten_with_moments(rewards_S: Tensor, moments: Sequence[float], *, centred: bool = True) -> Tensor:
     """Not `centred`: parts of rewards, which add up to them."""
     mean = moments[1] if centred else 0.0
-    return ((rewards_S.double() - mean) / (moment_deviation(moments) + 1e-8)).to(rewards_S.dtype)
+    return ((rewards_S.double() - mean) / (moments_std(moments) + 1e-8)).to(rewards_S.dtype)
 
 
-def moment_deviation(moments: Sequence[float]) -> float:
+def moments_std(moments: Sequence[float]) -> float:
     seen, _, squares = moments
     return math.sqrt(squares / seen)

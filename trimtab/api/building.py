@@ -22,7 +22,7 @@ from trimtab.distributed.device import Device, count_accelerators, find_device
 from trimtab.distributed.fsdp import GRADIENT_DTYPES
 from trimtab.distributed.random_state import preserve_rng_state
 from trimtab.errors import UserError
-from trimtab.models.load import Loaded, given_policy, load_policy
+from trimtab.models.load import Loaded, load_policy, wrap_policy
 from trimtab.models.policy import Policy
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.running.speaking import say
@@ -82,7 +82,7 @@ def build(model: Any, tokenizer: Any, options: LearnerOptions) -> Built:
             loaded = load_policy(options, device)
         else:
             name = _checked(model, options)
-            loaded = given_policy(model, options, device)
+            loaded = wrap_policy(model, options, device)
     for line in loaded.notes:
         print(line)
     policy = loaded.model

@@ -19,7 +19,7 @@ from trimtab.plan.workload import TOKENS_ON_CPU, scoring_tokens
 from trimtab.train.micro_batch_limit import MicroBatchLimit, Result, memory_guard, retry_smaller, undo_step
 from trimtab.train.optimizer import Optimizer
 from trimtab.train.rl.micro_batches import cost, make_slice, micro_batches, packed
-from trimtab.train.update import Share, accumulate
+from trimtab.train.update import LossTerm, accumulate
 
 COLUMNS = ("log_probs_N", "advantages_N", "weights_N", "reference_N")
 ADVICE = "gradient_checkpointing=True, lora_rank or bf16=True needs less memory"
@@ -84,7 +84,7 @@ class Passes:
 
         return self._until_it_fits(attempt, rows, self.tokens, together, begun=gathered)
 
-    def _share(self, batch: TokenBatch, samples: list[Sample], loss: Chosen, temperature: float) -> Share:
+    def _share(self, batch: TokenBatch, samples: list[Sample], loss: Chosen, temperature: float) -> LossTerm:
         out = self.policy(batch, temperature=temperature, entropy=loss.entropy)
         assert out.log_probs_N is not None
         extra = batch.extra
@@ -100,7 +100,7 @@ class Passes:
         )
         found, figures = loss.function(inputs)
         plain = {name: value.detach() if isinstance(value, Tensor) else value for name, value in figures.items()}
-        return Share(found, {**plain, "loss": found.detach()})
+        return LossTerm(found, {**plain, "loss": found.detach()})
 
     # ---- how they are cut
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from trimtab.distributed.device import release_main_memory
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 
 LARGE = 2**23  # bytes of a layer from which on it matters that the allocator keeps what was freed
 WHOLE_SUMS = 2**32  # bytes of gradient sums that every process may hold whole between the passes of a step
@@ -99,12 +99,12 @@ def shard(
 def sync_gradients(module: nn.Module, last: bool) -> None:
     """Sum gradients over processes in the coming backward pass: in the last one of a step, before that only where sums
     are too large to be kept whole."""
-    pulse.move()
+    own_heartbeat.move()
     if hasattr(module, "set_requires_gradient_sync"):
-        module.set_requires_gradient_sync(last or not keeps_whole_sums(learnt(module)))
+        module.set_requires_gradient_sync(last or not keeps_unsharded_sums(learnt(module)))
 
 
-def keeps_whole_sums(learnt: int) -> bool:
+def keeps_unsharded_sums(learnt: int) -> bool:
     """Whether gradients of that many parameters are added up in every process, and over processes once a step. It
     depends on the size alone: all processes must decide alike."""
     return 4 * learnt <= WHOLE_SUMS
@@ -115,7 +115,7 @@ def learnt(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
-def split_again(module: nn.Module) -> None:
+def reshard_model(module: nn.Module) -> None:
     """Free what a forward pass outside training left gathered."""
     for part in module.modules():
         if hasattr(part, "reshard"):
@@ -130,7 +130,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
     and a process that has counted more would gather in another order in its next backward pass.
     """
     parts = [part for part in module.modules() if hasattr(part, "unshard")]
-    split_again(module)  # what is gathered already may be older than the last step
+    reshard_model(module)  # what is gathered already may be older than the last step
     for part in parts:
         part.unshard()
     hooks = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
@@ -141,7 +141,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
     finally:
         for part, before, after in hooks:
             part._forward_pre_hooks, part._forward_hooks = before, after
-        split_again(module)
+        reshard_model(module)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def whole(tensor: Tensor) -> Tensor:
     return sum_over_parts(gathered, tensor)
 
 
-def keep_part(whole: Tensor, tensor: Tensor) -> None:
+def keep_shard(whole: Tensor, tensor: Tensor) -> None:
     """Fill this process's part of `tensor` from all of its values."""
     for block in blocks_of(tensor):
         local(tensor)[block.held].copy_(whole[block.slices])
@@ -266,7 +266,7 @@ def is_first_holder(tensor: Tensor) -> bool:
     return all(c == 0 for c, placement in zip(coordinates, tensor.placements) if placement.is_replicate())
 
 
-def covers_once(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
+def is_partition(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
     """Whether the blocks, together, have every number of a tensor, none of them twice."""
     blocks = [block for block in blocks if block.size]
     if sum(block.size for block in blocks) != math.prod(shape):

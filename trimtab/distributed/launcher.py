@@ -143,7 +143,7 @@ class Group(ABC):
         """`arguments`: of every process; `reporting`: the ranks whose results are returned."""
         raise NotImplementedError
 
-    def first_of_each_part(self, results: Sequence[Any]) -> list[Any]:
+    def one_per_part(self, results: Sequence[Any]) -> list[Any]:
         """Of one result a process, that of the first process with each part."""
         parts = list(self.processes.parts)
         return [results[parts.index(part)] for part in range(self.size)]
@@ -304,7 +304,7 @@ class Launcher(ABC):
         """Where the roles are, for the manifest of a run."""
         return {}
 
-    def hang_up(self) -> None:  # noqa: B027
+    def disconnect(self) -> None:  # noqa: B027
         """Tell the other processes to end."""
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from trimtab.distributed.launcher import HOST, Group, InProcessLauncher, PendingCall, Processes, RoleHost
 from trimtab.distributed.process_group import World, abort_reason, new_group, reinit_process_group
 from trimtab.distributed.serialization import Serializer
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 
 FAILURE = "trimtab_failure"  # in the store
@@ -118,7 +118,7 @@ class RpcHub:
             kind, rank, message = json.loads(self._store.get(FAILURE))
             raise (UserError(message) if kind == "UserError" else RunFailed(f"process {rank}: {message}")) from error
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         for rank in range(1, self.world.size):
             with contextlib.suppress(RuntimeError):  # it may be gone already
                 self._send(None, rank)
@@ -150,7 +150,7 @@ class RpcHub:
 
     def _perform(self, role: str, method: str, own: tuple, shared: dict[str, Any]) -> Any:
         assert not method.startswith("_"), "a private method of a role"
-        pulse.move(f"{role}.{method}")
+        own_heartbeat.move(f"{role}.{method}")
         return getattr(self.roles[role], method)(*own, **shared)
 
     # ---- messages
@@ -163,13 +163,13 @@ class RpcHub:
         return [(dist.isend(part, rank, group=self._channel), part) for part in parts]
 
     def _send(self, value: Any, rank: int) -> None:
-        with pulse.waiting():
+        with own_heartbeat.waiting():
             for sending, _ in self._post(value, rank):
                 sending.wait()
 
     def _receive(self, rank: int, deadline: float | None = None, late: str = "") -> Any:
         size = torch.zeros(1, dtype=torch.int64)
-        with pulse.waiting():
+        with own_heartbeat.waiting():
             coming = dist.irecv(size, rank, group=self._channel)
             assert coming is not None
             try:
@@ -224,8 +224,8 @@ class LocalProcessLauncher(InProcessLauncher):
         finally:
             self.host.close()
 
-    def hang_up(self) -> None:
-        self._hub.hang_up()
+    def disconnect(self) -> None:
+        self._hub.disconnect()
 
 
 def launcher_of(host: RoleHost, records: Sequence[type] = ()) -> InProcessLauncher:

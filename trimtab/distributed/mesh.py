@@ -61,7 +61,7 @@ class Mesh:
         self.size, self.device = len(self.ranks), self.world.device
         self.data_size = self._count(DATA)  # over how many processes samples are distributed
         self.here = self.world.rank in self.ranks
-        self.leads = self.world.rank == self.ranks[0]  # the one process that writes for the whole mesh
+        self.is_rank_zero = self.world.rank == self.ranks[0]  # the one process that writes for the whole mesh
         self._grid = np.array(self.ranks).reshape(tuple(self.sizes.values()))
         self._groups: dict[Over, dist.ProcessGroup | None] = {}
         self._make_groups()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trimtab.distributed.device import INTERFACES, Device, kind_of, widest
 from trimtab.distributed.serialization import Serializer
-from trimtab.distributed.supervision import STORE_SOCKET, pulse, watch_others
+from trimtab.distributed.supervision import STORE_SOCKET, own_heartbeat, watch_others
 from trimtab.errors import UserError
 from trimtab.interrupts import SIGNALS, StopRequest
 
@@ -52,7 +52,7 @@ class Peers:
     group: dist.ProcessGroup | None = None
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """The one process that speaks and writes for all."""
         return self.rank == 0
 
@@ -69,7 +69,7 @@ class Peers:
     def sum(self, tensor: Tensor) -> Tensor:
         if self.size > 1:
             tensor = tensor.clone()
-            with pulse.waiting():
+            with own_heartbeat.waiting():
                 dist.all_reduce(tensor, group=self.group)
         return tensor
 
@@ -77,7 +77,7 @@ class Peers:
         if self.size == 1:
             return value
         tensor = torch.tensor(value, device=self.device)
-        with pulse.waiting():
+        with own_heartbeat.waiting():
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
             return int(tensor)
 
@@ -88,11 +88,11 @@ class Peers:
     def minimum(self, value: int) -> int:
         return -self.maximum(-value)
 
-    def of_first(self, tensor: Tensor) -> Tensor:
+    def broadcast_first(self, tensor: Tensor) -> Tensor:
         """The first one's tensor, in all of them."""
         if self.size > 1:
             tensor = tensor.contiguous()
-            with pulse.waiting():
+            with own_heartbeat.waiting():
                 dist.broadcast(tensor, group=self.group, group_src=0)
         return tensor
 
@@ -104,13 +104,13 @@ class Peers:
         message = torch.frombuffer(serializer.pack(value), dtype=torch.uint8)
         longest = self.maximum(len(message))
         messages = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        with pulse.waiting():
+        with own_heartbeat.waiting():
             dist.all_gather(messages, torch.nn.functional.pad(message, (0, longest - len(message))), group=self.group)
         return [serializer.unpack(message.numpy()) for message in messages]
 
     def wait(self) -> None:
         if self.size > 1:
-            with pulse.waiting():
+            with own_heartbeat.waiting():
                 dist.barrier(group=self.group)
 
 
@@ -119,7 +119,7 @@ class World(Peers):
     """All processes of a run."""
 
     def say(self, line: str) -> None:
-        if self.leads:
+        if self.is_rank_zero:
             print(line, flush=True)
 
 
@@ -205,7 +205,7 @@ def join_group_of_one() -> None:
 
 
 def leave_world() -> None:
-    pulse.left = True
+    own_heartbeat.left = True
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -282,7 +282,7 @@ def reinit_process_group(world: World) -> None:
         return
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
-    with pulse.waiting():  # another one may be in the middle of a long call
+    with own_heartbeat.waiting():  # another one may be in the middle of a long call
         init_process_group(world.device, store=store, rank=world.rank, world_size=world.size)
 
 

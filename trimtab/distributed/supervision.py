@@ -58,7 +58,7 @@ def is_lost_connection(message: str) -> bool:
 # ---- a process watches itself and others
 
 
-class Pulse:
+class Heartbeat:
     """When the work of this process last moved, and what it was doing."""
 
     def __init__(self) -> None:
@@ -94,15 +94,15 @@ class Pulse:
         return 0.0 if self._waits or self.resting or self.left else time.monotonic() - self.moved
 
 
-pulse = Pulse()
+own_heartbeat = Heartbeat()
 
 
 def watch(seconds: float) -> None:
     """Begin to watch this process, if it is one of several."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return
-    pulse.move()
-    pulse.limit, pulse.left = seconds, False
+    own_heartbeat.move()
+    own_heartbeat.limit, own_heartbeat.left = seconds, False
     launcher = socket.socket(fileno=int(os.environ[LAUNCHER_SOCKET])) if LAUNCHER_SOCKET in os.environ else None
     if launcher is not None:
         os.set_inheritable(launcher.fileno(), False)
@@ -112,9 +112,9 @@ def watch(seconds: float) -> None:
 
 def watch_others(store: Any, rank: int, size: int) -> None:
     """Notice processes that give no sign of life, where no launcher of ours does."""
-    if pulse.limit is None or LAUNCHER_SOCKET in os.environ:
+    if own_heartbeat.limit is None or LAUNCHER_SOCKET in os.environ:
         return
-    arguments = (store.clone(), rank, size, pulse.limit)  # a connection for another thread
+    arguments = (store.clone(), rank, size, own_heartbeat.limit)  # a connection for another thread
     threading.Thread(target=_watch_others, args=arguments, name="watch others", daemon=True).start()
 
 
@@ -123,11 +123,11 @@ def _watch_self(seconds: float, launcher: socket.socket | None) -> None:
         if launcher is not None and not _send_heartbeat(launcher):
             os.kill(os.getpid(), signal.SIGTERM)  # save, and leave
             launcher = None
-        still = pulse.still()
+        still = own_heartbeat.still()
         if still > seconds and (still > seconds * (1 + GRACE) or not in_collective()):
             why = "waits for a process that does not come" if in_collective() else "hangs"
             frames = "".join(traceback.format_list(_frames()[-SHOWN_FRAMES:])).rstrip()
-            stands = f"{pulse.doing} has not moved for {seconds:g} s (--hang_timeout)\n{frames}"
+            stands = f"{own_heartbeat.doing} has not moved for {seconds:g} s (--hang_timeout)\n{frames}"
             _exit_now(f"process {os.environ.get('RANK', '0')} {why}: {stands}")
         time.sleep(min(1.0, seconds / 10))
 
@@ -150,8 +150,8 @@ def _watch_others(store: Any, rank: int, size: int, seconds: float) -> None:
     while True:
         beats += 1
         try:
-            store.set(f"trimtab_pulse/{rank}", LEFT if pulse.left else str(beats))
-            if pulse.left:
+            store.set(f"trimtab_pulse/{rank}", LEFT if own_heartbeat.left else str(beats))
+            if own_heartbeat.left:
                 return
             for other in others:
                 beat = store.get(f"trimtab_pulse/{other}")
@@ -166,7 +166,7 @@ def _watch_others(store: Any, rank: int, size: int, seconds: float) -> None:
 
 
 def _frames() -> list[traceback.FrameSummary]:
-    frame = sys._current_frames().get(pulse.thread or threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(own_heartbeat.thread or threading.main_thread().ident or 0)
     return list(traceback.extract_stack(frame)) if frame is not None else []
 
 

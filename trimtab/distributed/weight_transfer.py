@@ -26,7 +26,7 @@ from torch import Tensor
 
 from trimtab.distributed.device import device_name, kind_of
 from trimtab.distributed.process_group import collectives_of, use_interface_of
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 
 NODE_ADDRESS = "TRIMTAB_NODE_ADDRESS"
 """Environment variable: this machine's address among those of a cluster."""
@@ -156,7 +156,7 @@ class TransferChannel:
         size, patience = len(entry["seats"]) + 1, timedelta(seconds=entry["patience"])
         address, port = entry["store"]
         server = {} if listening is None else {"is_master": True, "master_listen_fd": listening}
-        with pulse.waiting():
+        with own_heartbeat.waiting():
             self.store = dist.TCPStore(address, port, size, timeout=patience, wait_for_workers=False, **server)
             if self.way in IN_MAIN_MEMORY:
                 self.group = _gloo_group(self.store, rank, size, patience, address)
@@ -167,7 +167,7 @@ class TransferChannel:
 
     def transfer(self, packed: Tensor) -> None:
         """One bucket of `pack_buckets`, from the sender into the receivers' tensors."""
-        with pulse.waiting():
+        with own_heartbeat.waiting():
             if self._shared is None:
                 self.group.broadcast(packed, 0).wait()
                 return
@@ -257,12 +257,12 @@ class TransferSender:
         alone: it raises at the end."""
         if self._channel is None:
             for _ in tensors:
-                pulse.move()
+                own_heartbeat.move()
             return
         failure: RuntimeError | None = None
         for packed in pack_buckets(tensors, self._channel.buckets, self._channel.device):
             if self._channel is None:
-                pulse.move()
+                own_heartbeat.move()
                 continue
             try:
                 self._channel.transfer(packed)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError, as_observation_error
 from trimtab.envs.environment_pool import EndReply, EnvironmentInstances, FailureReply, Reply, ResetReply, StepReply
 from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession, finished_branches, partial_branches
@@ -218,7 +218,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         self._reset(state)
 
     def step(self, steps: int | None = None) -> list[Trajectory]:
-        pulse.move()
+        own_heartbeat.move()
         self._abort(self.take_aborted())
         if self.inner.has_unfinished and not self._finished:
             if len(self.active) > len(self.generating):  # an environment may answer meanwhile
@@ -269,7 +269,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
 
     def _poll(self, seconds: float = 0.0) -> None:
         """Handle the replies that are there, or that come within this time."""
-        with pulse.waiting():  # environments have their own time limits
+        with own_heartbeat.waiting():  # environments have their own time limits
             replies = self.engine.replies(seconds)
         for reply in replies:
             if (state := self.active.get(reply.episode)) is not None:

@@ -324,7 +324,7 @@ class BroadcastPool:
 
     def _broadcast(self, find: Callable[[], Any]) -> Any:
         """The first process's result, in all processes. If it raises, all raise an error with its message."""
-        if not self._peers.leads:
+        if not self._peers.is_rank_zero:
             found, words, mistaken = self._peers.gather(None)[0]
             if words is not None:
                 raise UserError(words) if mistaken else RunFailed(words)

@@ -112,7 +112,7 @@ class Generation:
             if self.player is not None:
                 self.player.close()
             self.engine.close()
-        if self.world.leads:
+        if self.world.is_rank_zero:
             rows = [row for item in range(len(self.rows)) for row in self._output(item, journal.done[item])]
             cut = sum(answer["finish"] == "length" for answers in journal.done.values() for answer in answers)
             if cut:
@@ -178,10 +178,10 @@ class Generation:
     # ---- parts
 
     def _prompts(self) -> PromptStore:
-        if not self.world.leads:
+        if not self.world.is_rank_zero:
             self.world.wait()  # the first process fills the token cache for all
         store, report = load_prompts(self.options, self.tokenizer)
-        if self.world.leads:
+        if self.world.is_rank_zero:
             self.world.wait()
         for line in report.lines():
             self.world.say(line)

@@ -121,7 +121,7 @@ class Scoring:
         """Score what is not scored yet, and write the rows of all."""
         journal = Journal(self.options.output_path, self._settings())
         work_through(len(self.rows), journal, self.world, self.scores, self.figures, "answers", self.stop)
-        if self.world.leads:
+        if self.world.is_rank_zero:
             if self._cut:
                 print(f"{'note':9}{self._cut:,} answers were judged by their first {self.options.max_len:,} tokens")
             write_rows([self._output(row, journal.done[row]) for row in range(len(self.rows))], journal, self.options)

@@ -36,7 +36,7 @@ def work_through(
     if before:
         world.say(f"{before:,} of {items:,} {what} are done already, in {journal.folder}")
     total = len(mine) + before
-    bar = RunProgress(what, total, before) if world.leads and mine else None
+    bar = RunProgress(what, total, before) if world.is_rank_zero and mine else None
     try:
         for count, (item, result) in enumerate(work(mine) if mine else (), start=before + 1):
             journal.write(item, result)
@@ -54,7 +54,7 @@ def work_through(
         if bar is not None:
             bar.close()
         journal.close()
-    if world.leads:
+    if world.is_rank_zero:
         journal.gather()
 
 

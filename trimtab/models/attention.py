@@ -370,10 +370,10 @@ def _attend_block(query: Tensor, key: Tensor, value: Tensor, layer: LayerAttenti
         seen = (distance >= 0) & (distance < layer.window)
     else:
         seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return attend_seen(query, key, value, seen, layer.scale, layer.softcap, layer.dropout)
+    return attend_masked(query, key, value, seen, layer.scale, layer.softcap, layer.dropout)
 
 
-def attend_seen(query, key, value, seen, scale, softcap, dropout=0.0):
+def attend_masked(query, key, value, seen, scale, softcap, dropout=0.0):
     """Attention to the keys that `seen` [..., queries, keys] says, of blocks [samples, heads, L, D]."""
     groups = query.shape[1] // key.shape[1]
     if softcap is None:
@@ -394,5 +394,5 @@ def _causal_in_strips(query, key, value, scale, strips: int = 4):
     pieces = []
     for begin, end in zip([0, *ends], ends):
         seen = torch.ones(end - begin, end, dtype=torch.bool).tril(begin)
-        pieces.append(attend_seen(query[:, :, begin:end], key[:, :, :end], value[:, :, :end], seen, scale, None))
+        pieces.append(attend_masked(query[:, :, begin:end], key[:, :, :end], value[:, :, :end], seen, scale, None))
     return torch.cat(pieces, 2)

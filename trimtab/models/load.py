@@ -30,8 +30,8 @@ from trimtab.models.parallel.sharded_load import (
     begin_sharded_load,
     cast_frozen,
     fill_weights,
+    resolve_path,
     set_head,
-    settle_path,
 )
 from trimtab.models.parallel.sharded_model import HeldModelOptions, TrainedModelOptions, shard_frozen, shard_trained
 from trimtab.models.policy import Policy
@@ -91,7 +91,7 @@ def load_frozen_policy(
     return _frozen(Policy, source, pretrain, options, device, flag, mesh, offload)
 
 
-def given_policy(model: nn.Module, options: LearnerOptions, device: Device) -> Loaded:
+def wrap_policy(model: nn.Module, options: LearnerOptions, device: Device) -> Loaded:
     """A causal LM that the caller has loaded, to be trained in place."""
     model = model.float()
     return _trained(Policy, ModelSource(model, weights_fingerprint(model)), options, device, Mesh())
@@ -257,7 +257,7 @@ def _trained(
     if whole:
         verdict = _place(module, options, device, cast=options.bf16 and mesh.size == 1)
     else:
-        verdict = settle_path(module, options, device)
+        verdict = resolve_path(module, options, device)
     prepare_training(module, options, device)
     module = within(module)
     if options.bf16 and mesh.size > 1:
@@ -300,7 +300,7 @@ def _frozen(
         if whole:
             module.to(device.torch)
     else:
-        verdict = _place(module, options, device, cast=options.bf16) if whole else settle_path(module, options, device)
+        verdict = _place(module, options, device, cast=options.bf16) if whole else resolve_path(module, options, device)
     if options.bf16:
         cast_parameters(module, torch.bfloat16)
     if mesh is not None:

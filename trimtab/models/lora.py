@@ -14,7 +14,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from trimtab.config.groups import LoraOptions
-from trimtab.distributed.fsdp import keep_part
+from trimtab.distributed.fsdp import keep_shard
 from trimtab.errors import UserError
 from trimtab.models.folder import first_line
 
@@ -114,7 +114,7 @@ def fill_adapters(model: nn.Module, random_state: Tensor) -> Tensor:
             drawn = dict(adapted.named_parameters())
             for name, parameter in layer.named_parameters():
                 if parameter.requires_grad:
-                    keep_part(drawn[name], parameter)
+                    keep_shard(drawn[name], parameter)
         return torch.get_rng_state()
 
 
@@ -133,7 +133,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def adapters_aside(model: nn.Module) -> Iterator[None]:
+def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model's modules have the names and places that they have without adapters."""
     replaced = []
     for parent in list(model.modules()):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.collectives import group_reduce
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.models.activation_memory import ActivationOffload
 from trimtab.models.attention import PackedPass, PackedRow, Row, unpadded
 from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, Routers, RowStates, TokenLocations
@@ -54,7 +54,7 @@ class PackedModel(nn.Module):
 
     def hidden(self, batch: TokenBatch, *, router: bool = False) -> tuple[Tensor, Routers]:
         """Last hidden state of every token [T, D], and each layer's router logits [T, experts] when asked for."""
-        pulse.move()
+        own_heartbeat.move()
         assert self.context is None, "no process has all of them"
         if self.path == "packed":
             row = PackedRow.of(batch.spans, batch.ids_T.device)
@@ -71,7 +71,7 @@ class PackedModel(nn.Module):
         if self.context is None:
             hidden_TD, routers = self.hidden(batch, router=router)
             return RowStates(hidden_TD.index_select(0, rows_N), routers)
-        pulse.move()
+        own_heartbeat.move()
         row = ContextRow(batch.spans, self.context, batch.ids_T.device)
         lengths = token_lengths(batch.spans)[row.rows.cpu().numpy()] if self.rotary.shortest is not None else None
         with self.rotary.of(lengths):

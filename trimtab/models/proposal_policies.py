@@ -27,7 +27,7 @@ from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import gathered
 from trimtab.models.lm_head import PLAIN, shaped_logits, token_log_probs
 from trimtab.models.load import prepare_training
-from trimtab.models.lora import adapters_aside, add_adapters
+from trimtab.models.lora import add_adapters, without_adapters
 from trimtab.models.packed import PackedModel, scoring, switch_off_dropout
 from trimtab.models.policy import Policy, PolicyOutput
 from trimtab.models.selfcheck import use_attention
@@ -85,7 +85,7 @@ def _hollow(owner: Policy, options: RLOptions) -> tuple[nn.Module, list[Loan]]:
         switch_off_dropout(model)
     made: dict[int, nn.Parameter] = {}
     loans = []
-    with adapters_aside(owner.inner):
+    with without_adapters(owner.inner):
         for name, module in model.named_modules():
             theirs = owner.inner.get_submodule(name)
             module._buffers = dict(theirs._buffers)

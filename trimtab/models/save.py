@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.distributed.fsdp import split_again, whole
+from trimtab.distributed.fsdp import reshard_model, whole
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.files import (
@@ -45,14 +45,14 @@ def save_model(model: PackedModel, tokenizer, folder: Path, *, mesh: Mesh | None
             _save_sharded(model, tokenizer, folder, mesh, bf16, head)
             return
         write = partial(write, state_dict=_whole_adapters(model, mesh, bf16))
-    if mesh.leads:
+    if mesh.is_rank_zero:
         others = [] if tokenizer is None else [tokenizer.save_pretrained]
         write_folder(folder, write, *others, lambda beside: rename_head(beside, HEAD, head))
 
 
 def _save_sharded(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16: bool, head: str) -> None:
     weights = ShardedWriter(model, mesh, bf16=bf16, head=head)
-    if not mesh.leads:
+    if not mesh.is_rank_zero:
         weights.write(None)
         return
     announced = []  # to the other processes
@@ -72,14 +72,14 @@ def _save_sharded(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16:
 
 def _whole_adapters(model: PackedModel, mesh: Mesh, bf16: bool) -> dict[str, Tensor]:
     """Gathered for the first process. Beside adapters, PEFT stores embeddings and heads that have some."""
-    split_again(model)
+    reshard_model(model)
     targets = model.model.peft_config["default"].target_modules
     stored = ["lora_", "modules_to_save", *(name for name in ("embed_tokens", "lm_head") if name in targets)]
     weights = {}
     for name, tensor in model.model.state_dict().items():
         if any(part in name for part in stored):
             tensor = whole(tensor)
-            if mesh.leads:
+            if mesh.is_rank_zero:
                 weights[name] = (tensor.bfloat16() if bf16 and tensor.is_floating_point() else tensor).cpu()
     return weights
 

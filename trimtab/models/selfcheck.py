@@ -59,7 +59,7 @@ def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
         register()
         candidates.insert(0, ("packed", NAME))
         reasons = []
-    with scoring(root), small_limits(causal):
+    with scoring(root), lowered_limits(causal):
         use_attention(causal, by_definition)
         probe = probe_batch(root.config, root.device, LENGTHS)
         reference = root.reference_values(probe)
@@ -77,7 +77,7 @@ def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
 
 
 @contextlib.contextmanager
-def small_limits(model: nn.Module) -> Iterator[None]:
+def lowered_limits(model: nn.Module) -> Iterator[None]:
     """Inside, the limits that the model's configuration names are shorter than the longest sequence that is tried."""
     before: list[tuple[dict, dict]] = []
 
@@ -201,7 +201,7 @@ def choose_path_without_weights(
         cast_parameters(root, dtype)
         return choose_path(root, packed_allowed=packed_allowed), root.config._attn_implementation
 
-    small = shallow(module.config)
+    small = with_few_layers(module.config)
     try:
         verdict, attention = check(narrow(small))
     except Exception:  # a width that this kind of model cannot have: it says so in its own way
@@ -224,7 +224,7 @@ def _small_model(kind: type[Any], config: Any) -> nn.Module:
     return small
 
 
-def shallow(config: Any) -> Any:
+def with_few_layers(config: Any) -> Any:
     """With few layers, every kind of layer among them, and few tokens."""
     config = copy.deepcopy(config)
     text = config.get_text_config()

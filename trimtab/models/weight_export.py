@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.distributed.fsdp import split_again, whole
+from trimtab.distributed.fsdp import reshard_model, whole
 from trimtab.distributed.weight_transfer import TensorSpec, tensor_specs
 from trimtab.models.policy import Policy
 from trimtab.models.reward import HEAD, renamed
@@ -138,7 +138,7 @@ class WeightExport:
         adapted = hasattr(policy.model, "peft_config")
         self.adapters = adapters and adapted
         # Of a policy that is gathered the parameters are other objects, and perhaps old ones.
-        split_again(policy)
+        reshard_model(policy)
         kind = AdapterWeights if self.adapters else MergedWeights if adapted else HFWeights
         self.stored = kind(policy.inner, bf16=bf16)
 
@@ -149,7 +149,7 @@ class WeightExport:
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every process must take them all."""
-        split_again(self.policy)
+        reshard_model(self.policy)
         self.stored.state = self.stored.state_dict()
         for group in self.stored.groups:
             found = self.stored.read(group)

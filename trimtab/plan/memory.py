@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_whole_sums
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_unsharded_sums
 from trimtab.distributed.ray.placement import Engines
 from trimtab.models.lm_head import chunk_tokens
 from trimtab.models.load import TrainedModelOptions
@@ -275,7 +275,7 @@ class ProcessMemory:
             if split.neighbours > 1:
                 kept = model.weights // split.neighbours
                 found.append(Part(f"{name}: working weights, 1 / {split.neighbours}", kept, ("update",)))
-        if self.passes(tokens) > 1 and keeps_whole_sums(model.learnt * split.tensor):
+        if self.passes(tokens) > 1 and keeps_unsharded_sums(model.learnt * split.tensor):
             return [
                 *found,
                 Part(f"{name}: gradient sums, whole", width * model.learnt, ("update",)),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Job = TypeVar("Job", bound=TrainedModelOptions)
 
 
-def with_planned_passes(
+def with_planned_micro_batches(
     options: Job, device: Device, world: World, work: Callable[[], Work]
 ) -> tuple[Job, "Plan | None"]:
     """The options with the plan's token budget and the plan; or as they are and None. Over several processes, where
@@ -66,7 +66,7 @@ def is_wanted(options: TrainedModelOptions, device: Device, world: World) -> boo
 def refuse_ungatherable(options: RLOptions, hardware: Hardware, processes: int) -> None:
     """Refuse, in one line and before anything is loaded, a split RL job whose processes have no room for the policy's
     weights, which the built-in engine reads gathered, beside their share of the rest."""
-    from trimtab.plan.planner import Planner, advice, flag_changes, that_fit
+    from trimtab.plan.planner import Planner, advice, fitting_changes, flag_changes
 
     machines = Machines(dataclasses.replace(hardware, program=0), 1, processes)
     planner = Planner(options, machines, supposed(options), propose=False)
@@ -83,7 +83,7 @@ def refuse_ungatherable(options: RLOptions, hardware: Hardware, processes: int) 
     if every <= hardware.memory:
         return
     ways = list(flag_changes(options, processes, accelerator=hardware.accelerator))
-    found = that_fit(ways, lambda change: needed(change)[1], hardware.memory)
+    found = fitting_changes(ways, lambda change: needed(change)[1], hardware.memory)
     tensor = options.ds_tensor_parallel_size
     share = "all" if tensor == 1 else f"1 / {tensor}"
     raise UserError(
@@ -117,7 +117,7 @@ def without_tokens(options: Job) -> Job:
     return dataclasses.replace(options, **budget_changes(options, None))
 
 
-def passes_of(options: TrainedModelOptions, *, packed: bool) -> dict[str, int]:
+def micro_batch_sizes(options: TrainedModelOptions, *, packed: bool) -> dict[str, int]:
     """How micro-batches are made, for the manifest. `packed`: whether the model takes packed rows."""
     by_tokens = packs_by_tokens(options) and (packed or isinstance(options, RLOptions))
     if by_tokens and options.train_max_tokens_per_gpu is not None:

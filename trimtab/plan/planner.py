@@ -24,7 +24,7 @@ from trimtab.plan.fake_model import PlannedModel, planned_models
 from trimtab.plan.hardware import GIB, Hardware, Machines
 from trimtab.plan.layouts import SPLITTING, UNITS, Split, cluster_candidates, layout_of, split_candidates
 from trimtab.plan.memory import FILL, MOST_TOKENS, EngineShare, Memory, ProcessMemory, vllm_share
-from trimtab.plan.speed import Clock, StepTime
+from trimtab.plan.speed import StepTime, TimeModel
 from trimtab.plan.workload import Work, budget_changes, given_budget, packs_by_tokens, refuse_unplannable, supposed
 
 # The options by which models of a plan, and their passes, differ.
@@ -44,7 +44,7 @@ Change = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Tried:
+class Candidate:
     """A layout and what it needs."""
 
     kind: str
@@ -81,7 +81,7 @@ class Tried:
         return self.first[0].split
 
 
-def best(tried: Sequence[Tried]) -> Tried:
+def best(tried: Sequence[Candidate]) -> Candidate:
     """The fastest that fits, else what comes nearest."""
     fitting = [found for found in tried if found.fits]
     return min(fitting, key=lambda found: found.whole) if fitting else min(tried, key=lambda found: found.peak)
@@ -117,13 +117,13 @@ class Planner:
         return self._models[key]
 
     @cached_property
-    def clock(self) -> Clock | None:
+    def clock(self) -> TimeModel | None:
         """None: nothing is known of how fast the devices are, or the links between them."""
         hardware, several = self.machines.hardware, self.machines.devices > 1
         unknown = hardware.flops(self.options.bf16) is None or hardware.bandwidth is None
         if unknown or (several and self.machines.network == float("inf")):
             return None
-        return Clock(self.options, self.machines, self.work, self.models)
+        return TimeModel(self.options, self.machines, self.work, self.models)
 
     def process(self, units: Sequence[str] | None, processes: int, **engine: Any) -> ProcessMemory:
         """Of a pool with these units; None: all."""
@@ -147,16 +147,16 @@ class Planner:
             processes = sizes["actor"]
         return self.process(None, processes, sizes=sizes)
 
-    def one_pool(self, kind: str = "", changes: Change | None = None) -> Tried:
+    def one_pool(self, kind: str = "", changes: Change | None = None) -> Candidate:
         options, held = self.options, self.bare_process()
         if isinstance(options, RLOptions):
             held.add_builtin_engine()
         memory = self._micro_batches(held)
         time = None if self.clock is None else self.clock.step([(held, memory)], held.engine)
-        return Tried(kind, options, {"": (held, memory)}, time, changes or {}, engine=held.engine)
+        return Candidate(kind, options, {"": (held, memory)}, time, changes or {}, engine=held.engine)
 
     @cached_property
-    def splits(self) -> list[Tried]:
+    def splits(self) -> list[Candidate]:
         """Every layout of a supervised job."""
         found = []
         for change in split_candidates(self.options, self.machines, self.work, self.models[0].whole.model.config):
@@ -166,7 +166,7 @@ class Planner:
                 found.append(self.changed(**change).one_pool(changes=change))
         return found
 
-    def split_as_asked(self) -> Tried | None:
+    def split_as_asked(self) -> Candidate | None:
         """The layout of the options, if they name one."""
         if not self.options.given & set(SPLITTING):
             return None
@@ -185,7 +185,7 @@ class Planner:
         sizes = [size for size in range(1, self.machines.gpus + 1) if self.machines.gpus % size == 0]
         return next((size for size in sizes if self.models[0].weights / size <= room), sizes[-1])
 
-    def tried(self, kind: str, layout: Layout, *, sleep: bool) -> Tried:
+    def tried(self, kind: str, layout: Layout, *, sleep: bool) -> Candidate:
         """`sleep`: engines and models on the same devices make room for each other."""
         engines = layout.engines
         hybrid = engines is not None and engines.pool is not None
@@ -201,7 +201,7 @@ class Planner:
             pools[pool.name] = held, self._micro_batches(held)
         assert engine is not None and self.clock is not None
         time = self.clock.step(list(pools.values()), engine, layout, sleep=sleep)
-        return Tried(kind, self.options, pools, time, layout=layout, engine=engine)
+        return Candidate(kind, self.options, pools, time, layout=layout, engine=engine)
 
     def _vllm(self, layout: Layout, *, sleep: bool) -> EngineShare:
         """An engine beside models takes what they leave it, unless the options say how much."""
@@ -215,7 +215,7 @@ class Planner:
             utilization = int(20 * max(0.0, FILL - taken / hardware.memory)) / 20
         return vllm_share(engines, options, hardware, self.work, self.models[0], utilization)
 
-    def best_of_each_kind(self) -> list[Tried]:
+    def best_per_kind(self) -> list[Candidate]:
         tensor_parallel = self.least_tensor_parallel()
         if isinstance(self.options, RLOptions) and "vllm_tensor_parallel_size" in self.options.given:
             tensor_parallel = self.options.vllm_tensor_parallel_size
@@ -223,7 +223,7 @@ class Planner:
         tried = [[self.tried(kind, layout, sleep=True) for layout in layouts] for kind, layouts in kinds.items()]
         return [best(found) for found in tried if found]
 
-    def cluster_as_asked(self) -> Tried | None:
+    def cluster_as_asked(self) -> Candidate | None:
         """The layout of the options, if they name one."""
         options = self.options
         assert isinstance(options, RLOptions)
@@ -245,7 +245,7 @@ class Planner:
 # recompute: of these as few as fit, with the micro-batches that then take the least time.
 
 
-def fastest_micro_batches(held: ProcessMemory, clock: Clock | None, tokens: int | None) -> Memory:
+def fastest_micro_batches(held: ProcessMemory, clock: TimeModel | None, tokens: int | None) -> Memory:
     """`tokens`: of a micro-batch as the options have it; None: the plan chooses."""
     open_layers = held.options.plans_recomputation and held.layers > 0
     if tokens is not None:
@@ -266,7 +266,7 @@ def fastest_micro_batches(held: ProcessMemory, clock: Clock | None, tokens: int 
     return min(fitting, key=lambda memory: update_seconds(held, clock, memory), default=found)
 
 
-def enough_tokens(held: ProcessMemory, clock: Clock | None) -> int:
+def enough_tokens(held: ProcessMemory, clock: TimeModel | None) -> int:
     """Tokens of a micro-batch beyond which nothing is gained: at least one sample's, and no more than a step has."""
     enough = MOST_TOKENS
     if clock is not None and clock.accelerator:
@@ -285,7 +285,7 @@ def fewest_recomputed(held: ProcessMemory, tokens: int) -> Memory:
     return held.at(tokens, fewest)
 
 
-def update_seconds(held: ProcessMemory, clock: Clock | None, memory: Memory) -> float:
+def update_seconds(held: ProcessMemory, clock: TimeModel | None, memory: Memory) -> float:
     """Of an update; of a device of which nothing is known, in units of its own."""
     assert memory.recomputed is not None
     if clock is None:
@@ -315,12 +315,12 @@ def largest(at: Callable[[int], Memory], room: int, least: int, most: int) -> Me
 @dataclass
 class Plan:
     planner: Planner
-    shown: Tried
+    shown: Candidate
     """Whose memory is printed part by part: as the options say, or what is proposed."""
-    asked: Tried | None = None
-    proposed: Tried | None = None
+    asked: Candidate | None = None
+    proposed: Candidate | None = None
     """On machines; else the plan keeps the options' layout."""
-    candidates: list[Tried] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.options, self.hardware = self.planner.options, self.planner.machines.hardware
@@ -352,7 +352,7 @@ class Plan:
         known = flag_changes(self.options, planner.machines.devices, accelerator=self.hardware.accelerator)
         ways = [way for way in known if not (planner.propose and way.keys() & PASS_SIZES)]
         peak = lambda change: planner.changed(**change).one_pool().peak  # noqa: E731
-        return advice(that_fit(ways, peak, self.held.room))
+        return advice(fitting_changes(ways, peak, self.held.room))
 
 
 def make_plan(
@@ -376,7 +376,7 @@ def plan_layouts(options: TrainedModelOptions, machines: Machines) -> Plan:
     planner = Planner(options, machines, supposed(options), propose=not options.given & PASS_SIZES)
     with _planning(options):
         if isinstance(options, RLOptions):
-            asked, candidates = planner.cluster_as_asked(), planner.best_of_each_kind()
+            asked, candidates = planner.cluster_as_asked(), planner.best_per_kind()
         else:
             asked, candidates = planner.split_as_asked(), planner.splits
         proposed = best(candidates)
@@ -421,7 +421,7 @@ def flag_changes(options: TrainedModelOptions, processes: int, *, accelerator: b
         yield {"lora_rank": 16}
 
 
-def that_fit(ways: list[Change], peak: Callable[[Change], int], room: int) -> list[Change]:
+def fitting_changes(ways: list[Change], peak: Callable[[Change], int], room: int) -> list[Change]:
     """Single changes that each suffice; where none does, one set of them that does; empty: nothing here does.
 
     `peak`: bytes that a process needs with these options, or a UserError: they do not go together.

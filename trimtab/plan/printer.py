@@ -9,7 +9,7 @@ from trimtab.config.rl_jobs import RLOptions
 from trimtab.plan.hardware import GIB, LINK_SHARE
 from trimtab.plan.layouts import APART, BUILTIN, HYBRID, PAIRS, cluster_candidates, layout_flags, sizes_of
 from trimtab.plan.memory import FILL, PHASES, Memory
-from trimtab.plan.planner import AS_ASKED, Plan, Tried, best, flags
+from trimtab.plan.planner import AS_ASKED, Candidate, Plan, best, flags
 from trimtab.plan.speed import BANDWIDTH_SHARE, CAUSES, COMPILED
 from trimtab.plan.speed import PHASES as TIMED
 from trimtab.plan.workload import budget_changes
@@ -121,7 +121,7 @@ def _splits(plan: Plan) -> list[str]:
     return [*told, f"  {' '.join(split_flags(proposed))}"]
 
 
-def compared(plan: Plan) -> list[Tried]:
+def compared(plan: Plan) -> list[Candidate]:
     """The proposed layout, and the fastest that differ from it in how a model is split."""
     assert plan.proposed is not None
     found = {plan.proposed.split: plan.proposed}
@@ -130,7 +130,7 @@ def compared(plan: Plan) -> list[Tried]:
     return list(found.values())[: 1 + SHOWN]
 
 
-def split_flags(tried: Tried) -> list[str]:
+def split_flags(tried: Candidate) -> list[str]:
     """To paste: how the model is split, without what is so anyway, and the size of the micro-batches."""
     defaults = type(tried.options)()
     changes = {name: value for name, value in tried.changes.items() if value != getattr(defaults, name)}
@@ -158,13 +158,13 @@ def _what_would_fit(plan: Plan) -> list[str]:
     return told
 
 
-def _called(tried: Tried) -> str:
+def _called(tried: Candidate) -> str:
     extras = [name for name in ("adam_offload", "offload_activations") if tried.changes.get(name)]
     checkpointing = ["checkpointing"] if tried.options.gradient_checkpointing else []
     return ", ".join([f"stage {tried.split.zero_stage}", str(tried.split), *checkpointing, *extras])
 
 
-def _split_line(called: str, tried: Tried) -> str:
+def _split_line(called: str, tried: Candidate) -> str:
     assert tried.time is not None
     return _split_row(called, _peak(tried), [f"{v:.3g}" for v in (*map(tried.time.due_to, CAUSES), tried.whole)])
 
@@ -173,7 +173,7 @@ def _split_row(called: str, memory: str, seconds: Iterable[str]) -> str:
     return f"  {called:<64}{memory:>12}{''.join(f'{part:>11}' for part in seconds)}"
 
 
-def _peak(tried: Tried) -> str:
+def _peak(tried: Candidate) -> str:
     return f"{tried.peak / GIB:.0f}{'' if tried.fits else ', no room'}"
 
 
@@ -197,7 +197,7 @@ def _cluster(plan: Plan) -> list[str]:
     return [*told, *(["", "what follows", *(f"  - {sentence}" for sentence in found)] if found else [])]
 
 
-def _cluster_line(tried: Tried) -> str:
+def _cluster_line(tried: Candidate) -> str:
     assert tried.layout is not None and tried.time is not None
     engines, sizes = tried.layout.engines, " : ".join(map(str, sizes_of(tried.layout)))
     if engines is not None and engines.tensor_parallel > 1:
@@ -216,7 +216,7 @@ def _seconds(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:.0f}"
 
 
-def _memory_of_pools(tried: Tried) -> list[str]:
+def _memory_of_pools(tried: Candidate) -> list[str]:
     """Part by part, what a device of every pool holds."""
     assert tried.layout is not None and tried.engine is not None
     told = [f"memory a device, GiB: {tried.kind}"]
@@ -273,7 +273,7 @@ def _about_what_is_missing(plan: Plan) -> Iterator[str]:
     for way in ways:
         if all(getattr(options, name) == value for name, value in way.items()):
             continue
-        first = best(plan.planner.changed(**way).best_of_each_kind())
+        first = best(plan.planner.changed(**way).best_per_kind())
         if first.fits:
             assert first.layout is not None
             words = f"nothing fits; with {' '.join(flags(way))} {_kind(first)} does, {first.whole:.0f} s"
@@ -310,7 +310,7 @@ def _about_settings(plan: Plan) -> Iterator[str]:
     assert isinstance(options, RLOptions) and shown.layout is not None and shown.time is not None
     sent, unhidden = shown.time.due_to("sending"), shown.time.due_to("unhidden")
 
-    def again(**settings: Any) -> Tried:
+    def again(**settings: Any) -> Candidate:
         assert shown.layout is not None and shown.time is not None
         return plan.planner.changed(**settings).tried(shown.kind, shown.layout, sleep=shown.time.phases["moving"] > 0)
 
@@ -336,7 +336,7 @@ def _about_settings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _kind(tried: Tried) -> str:
+def _kind(tried: Candidate) -> str:
     assert tried.layout is not None
     sizes = sizes_of(tried.layout)
     return tried.kind if len(sizes) == 1 else f"{tried.kind} ({' : '.join(map(str, sizes))})"

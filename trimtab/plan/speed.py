@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 from trimtab.config.groups import ModelOptions
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_whole_sums
+from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_unsharded_sums
 from trimtab.distributed.ray.placement import Layout
 from trimtab.models.load import TrainedModelOptions
 from trimtab.plan.fake_model import PlannedModel
@@ -132,7 +132,7 @@ class StepTime:
         return sum(self.phases.values())
 
 
-class Clock:
+class TimeModel:
     """Times of a job on some machines. Everything but the rollout is that of one process of the pool."""
 
     def __init__(self, options: TrainedModelOptions, machines: Machines, work: Work, models: Sequence[PlannedModel]):
@@ -231,7 +231,7 @@ class Clock:
             near = machines.gathering(model.weights, split.neighbours) if split.neighbours > 1 else gathering
             gathered += passes * near
         gradients = GRADIENT_DTYPES[self.options.grad_accum_dtype].itemsize * model.learnt
-        summed = 1 if keeps_whole_sums(model.learnt * split.tensor) else passes
+        summed = 1 if keeps_unsharded_sums(model.learnt * split.tensor) else passes
         sums = machines.gathering(gradients, split.parts, split.tensor)
         copies = machines.gathering(2 * gradients / split.parts, split.replicate, split.tensor * split.parts)
         return gathered + summed * (sums + copies)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Generic, Protocol, TypeVar
 
 from trimtab.data.prompts import PromptStore
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.rewards.types import RewardRequest
 from trimtab.rollout.episode import Episode, Task
 
@@ -182,7 +182,7 @@ class RewardQueue(Generic[Part, Result]):
             yield from map(self.reward, self._parts)
         else:
             for part in self._running:
-                with pulse.waiting():  # rewards have their own timeouts
+                with own_heartbeat.waiting():  # rewards have their own timeouts
                     result = part.result()
                 yield result
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.envs.environment_pool import EndReply, FailureReply, InstancePool, Reply
 from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession, finished_branches, partial_branches
 from trimtab.envs.types import EpisodeSettings, Task
@@ -137,7 +137,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         self._start(request, seed, task, prompt_ids, 1 if episode is None else episode.begun + 1, 0)
 
     def step(self, steps: int | None = None) -> list[Trajectory]:
-        pulse.move()
+        own_heartbeat.move()
         for agent in self.take_aborted():
             del self.active[agent.number]
             rollouts = agent.rollouts("abort")
@@ -147,7 +147,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         queue = self.engine.server.queue
         if self._finished or not self.active:
             return self.take_finished()
-        with pulse.waiting():  # the agent limits its own time
+        with own_heartbeat.waiting():  # the agent limits its own time
             asked = queue.wait(POLL_SECONDS)
         if asked:
             queue.step(self.inner, steps)

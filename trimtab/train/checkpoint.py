@@ -93,7 +93,7 @@ class Checkpoints:
             return
         run, temporary = self.run.resolve(), None
         yield run.with_name(f"{run.name}-rescued")
-        if self.world.leads:
+        if self.world.is_rank_zero:
             with suppress(OSError):
                 temporary = new_temporary_folder(f"trimtab-{run.name}")
         if (place := self.world.gather(temporary)[0]) is not None:
@@ -112,7 +112,7 @@ class Checkpoints:
             self._together(lambda: self._publish(beside, final, step, state, exported), leader_only=True)
             self._together(lambda: self._prune(final), leader_only=True)
         finally:
-            if self.world.leads:
+            if self.world.is_rank_zero:
                 remove(beside)
                 remove(exported)
 
@@ -122,14 +122,14 @@ class Checkpoints:
         with writing(f"--ckpt_path {folder}: cannot write the model"):
             self._together(lambda: export(folder))
         kept = sorted(self.folder.glob(f"{PREFIX}*_hf"), key=lambda p: int(p.name[len(PREFIX) : -len("_hf")]))
-        for old in kept[: -self.keep] if self.world.leads else []:
+        for old in kept[: -self.keep] if self.world.is_rank_zero else []:
             shutil.rmtree(old, ignore_errors=True)
         return folder
 
     def _together(self, action: Callable[[], None], *, leader_only: bool = False) -> None:
         """Act, and fail on every process if one fails, so that none is left waiting for it."""
         error = None
-        if self.world.leads or not leader_only:
+        if self.world.is_rank_zero or not leader_only:
             try:
                 action()
             except FAILURES as problem:
@@ -197,7 +197,7 @@ class Checkpoints:
         """As the first process finds them: the others could look while it is still bringing one back."""
         found: list[Path] = []
         problem = None
-        if self.world.leads:
+        if self.world.is_rank_zero:
             try:
                 found = self._newest_first()
             except UserError as error:
@@ -214,7 +214,7 @@ class Checkpoints:
             state = unseal_state((path / STATE).read_text(), _step(path))
             parts = sorted(state.get(PARTS, {}).items())
             problem = find_damage(path, parts[self.world.rank :: self.world.size])
-            if problem is None and self.world.leads:
+            if problem is None and self.world.is_rank_zero:
                 for folder in sorted({(path / name).parent for name, _ in parts}):
                     if (found := ShardedTensors(folder).step) != state["step"]:
                         problem = f"its tensors are of step {found}"
@@ -259,7 +259,7 @@ class Checkpoints:
 
     def _bring_back(self) -> None:
         """A checkpoint set aside for a successor that never came."""
-        if self.world.leads:
+        if self.world.is_rank_zero:
             for path in self.folder.glob(f"{OLD}*"):
                 if not (place := path.with_name(path.name.removeprefix(OLD))).exists():
                     move(path, place)

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trimtab.distributed.fsdp import Block, Slices, blocks_of, covers_once, is_first_holder, local, whole_block
+from trimtab.distributed.fsdp import Block, Slices, blocks_of, is_first_holder, is_partition, local, whole_block
 from trimtab.distributed.mesh import Mesh
 from trimtab.files import flush
 
@@ -106,7 +106,7 @@ def write_sharded(folder: Path, tensors: dict[str, Tensor], mesh: Mesh, step: in
     held = {
         name: tensor
         for name, tensor in tensors.items()
-        if is_first_holder(tensor) and (local(tensor) is not tensor or mesh.leads)
+        if is_first_holder(tensor) and (local(tensor) is not tensor or mesh.is_rank_zero)
     }
     name = "tensors" if mesh.size == 1 else f"tensors-{mesh.all.rank:05d}-of-{mesh.size:05d}"
     path = folder / f"{name}.safetensors"
@@ -163,7 +163,7 @@ class ShardedTensors:
         self.step = int(steps.pop())
         for name, shape in self._shapes.items():
             blocks = [block for block, _ in self._found(name)]
-            if not covers_once(blocks, shape):
+            if not is_partition(blocks, shape):
                 here, needed = sum(block.size for block in blocks), math.prod(shape)
                 short = f"{name} has {here:,} of {needed:,} numbers"
                 raise ValueError(short if here != needed else f"parts of {name} overlap or lie outside of it")
@@ -212,7 +212,7 @@ def _blocks_in(file: Any, notes: dict[str, str]) -> Iterator[tuple[str, list[Blo
     for name in file.keys():  # noqa: SIM118 (not a dict)
         stored = whole_block(file.get_slice(name).get_shape())
         blocks = [Block(*map(tuple, block)) for block in noted[name]]
-        if not covers_once([block._replace(offsets=block.place) for block in blocks], stored.lengths):
+        if not is_partition([block._replace(offsets=block.place) for block in blocks], stored.lengths):
             raise ValueError(f"its parts of {name} are not those that it names")
         yield name, blocks or [stored]
 

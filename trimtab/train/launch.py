@@ -22,7 +22,7 @@ from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
-from trimtab.models.parallel.sharded_load import settle_path
+from trimtab.models.parallel.sharded_load import resolve_path
 from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.plan.hardware import GIB, of_device, shared
@@ -42,7 +42,7 @@ def saved_passes(options: TrainedModelOptions, world: World) -> dict[str, int] |
     if not options.load_checkpoint:
         return None
     found = None
-    if world.leads:
+    if world.is_rank_zero:
         manifest = Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).manifest()
         found = None if manifest is None else manifest.get("passes", {})
     return world.gather(found)[0]
@@ -127,7 +127,7 @@ def model_lines(model: PackedModel, options: TrainedModelOptions, device: Device
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     lines = [f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained"]
-    verdict = settle_path(model, options, device)
+    verdict = resolve_path(model, options, device)
     packed = verdict.path == "packed"
     lines.append("rows: packed" if packed else f"rows: padded, not packed: {verdict.reason}")
     sizes = [str(size) for size in range(2, 9) if packed and _can_be_cut(model, size)]

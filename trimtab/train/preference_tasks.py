@@ -19,13 +19,13 @@ from trimtab.data.labelled import LabelledStore, build_labelled_store
 from trimtab.data.progress import progress
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
-from trimtab.distributed.fsdp import split_again
+from trimtab.distributed.fsdp import reshard_model
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.train.task import PairTask, Reference, Task, sequence_log_probs
-from trimtab.train.update import Share, Totals, counts_by_sequence, sums_by_sequence
+from trimtab.train.update import LossTerm, Totals, counts_by_sequence, sums_by_sequence
 
 
 class ReferenceTask(Task):
@@ -92,7 +92,7 @@ class DPOTask(ReferenceTask, PairTask):
         if self.options.precompute_ref_log_probs:
             reference, stores = self.scorers.pop("reference"), (self.store, self.evaluation)
             self.tables = {id(store): precomputed(reference, self, store) for store in stores if store is not None}
-            split_again(loaded.model)
+            reshard_model(loaded.model)
 
     def make_batch(self, store, samples: list[int]) -> TokenBatch:
         batch = super().make_batch(store, samples)
@@ -108,7 +108,7 @@ class DPOTask(ReferenceTask, PairTask):
         chosen = sum(int(counts_by_sequence(b)[0::2].sum()) for b in batches)
         return super().totals(batches) | {"chosen_tokens": chosen}
 
-    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
+    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> LossTerm:
         out = model(batch, router=self.balances_experts(model))
         sums_S = sums_by_sequence(out.log_probs_N, batch)
         losses_P, rewards_S = self.preference(sums_S, batch)
@@ -189,7 +189,7 @@ class KTOTask(ReferenceTask):
         for batch in batches:
             batch.extra["kl"] = z
 
-    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
+    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> LossTerm:
         options, good, z = self.options, batch.extra["good_S"], batch.extra["kl"]
         out = model(batch, router=self.balances_experts(model))
         ratios = sums_by_sequence(out.log_probs_N, batch) - batch.extra["reference_S"]

@@ -17,7 +17,7 @@ from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.models.reward import REWARDS, RewardModel
 from trimtab.train.task import PairTask, Task
-from trimtab.train.update import Share, Totals
+from trimtab.train.update import LossTerm, Totals
 
 MANY_PAIRS = 2000  # enough to know the mean and spread of rewards when there is no evaluation set
 
@@ -38,7 +38,7 @@ class RMTask(PairTask):
     def skeleton(self) -> RewardModel:
         return fake_reward_model(self.options)
 
-    def loss(self, model: RewardModel, batch: TokenBatch, totals: Totals) -> Share:
+    def loss(self, model: RewardModel, batch: TokenBatch, totals: Totals) -> LossTerm:
         out = model(batch, router=self.balances_experts(model))
         chosen, rejected = out.scores_S[0::2], out.scores_S[1::2]
         margin = batch.extra["margin_P"] if self.options.margin_loss else None
@@ -71,7 +71,7 @@ class RMTask(PairTask):
             setattr(model.config, name, value)
         # An adapter's folder has no config.json of the model, so the facts are here too.
         source = "evaluation" if evaluation else "training"
-        if self.mesh.leads:
+        if self.mesh.is_rank_zero:
             write_json(folder / REWARDS, {**facts, "source": source, "chosen_rejected": pairs.tolist()})
 
 
@@ -97,7 +97,7 @@ class PRMTask(Task):
         if model.path == "logits":
             raise UserError(f"--pretrain: cannot read step rewards off {type(model.inner).__name__}; use another model")
 
-    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
+    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> LossTerm:
         targets = batch.extra["targets_N"]
         choices = torch.tensor(self.choices(model), device=targets.device)
         out = model(batch, choices_K=choices, router=self.balances_experts(model))

@@ -241,7 +241,7 @@ class RunDirectory:
         """For this run alone. One process locks for all, and all are told if it cannot."""
         with ExitStack() as locks:
             problem = None
-            if self.world.leads:
+            if self.world.is_rank_zero:
                 try:
                     set_aside_finished_run(self.options, self.world.say)
                     for flag, folder in ((flag, Path(place)) for flag, place in self.options.own_folders.items()):
@@ -263,5 +263,5 @@ class RunDirectory:
             write_json(self.path / "manifest.json", self.manifest)
 
     def finish(self) -> None:
-        if self.world.leads:
+        if self.world.is_rank_zero:
             mark_finished(self.path)

@@ -18,7 +18,7 @@ from trimtab.errors import UserError
 from trimtab.models.load import Loaded, fake_frozen_policy
 from trimtab.models.policy import Policy, Teacher
 from trimtab.train.task import Reference, Task
-from trimtab.train.update import Share, Totals
+from trimtab.train.update import LossTerm, Totals
 
 
 class SFTTask(Task):
@@ -31,7 +31,7 @@ class SFTTask(Task):
     def make_batch(self, store, samples: list[int]) -> TokenBatch:
         return TokenBatch.of([store.example(i) for i in samples])
 
-    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
+    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> LossTerm:
         out = model(batch, router=self.balances_experts(model))
         loss = sft_loss_sum(out.log_probs_N) / totals["trained_tokens"]
         return self.share(loss, {}, out, model, batch, totals)
@@ -75,7 +75,7 @@ class KDTask(SFTTask):
                 batch.extra["teacher_ND"] = teacher(batch, hidden_only=True).hidden_ND
         self.head.to(self.teacher.device.torch)
 
-    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
+    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> LossTerm:
         teacher = Teacher(batch.extra["teacher_ND"], self.head, self.teacher.model.logit_shape, self.divergence)
         out = model(batch, router=self.balances_experts(model), teacher=teacher)
         nll = sft_loss_sum(out.log_probs_N) / totals["trained_tokens"]

@@ -28,7 +28,7 @@ from trimtab.distributed.fsdp import GRADIENT_DTYPES
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import World, deal, find_world, leave_world, reinit_process_group
 from trimtab.distributed.random_state import process_seed, random_state, restore_random_state, seed_everything
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.files import write_json, writing
 from trimtab.interrupts import StopRequest
@@ -39,10 +39,10 @@ from trimtab.models.save import save_model
 from trimtab.plan.micro_batches import (
     default_line,
     for_manifest,
-    passes_of,
+    micro_batch_sizes,
     uses_default_tokens,
     with_default_tokens,
-    with_planned_passes,
+    with_planned_micro_batches,
     without_tokens,
 )
 from trimtab.plan.workload import Rows, Work
@@ -170,9 +170,9 @@ class SupervisedRun:
             if carried is not None:
                 self.take_over(*carried)
             self.manifest["compiled"] = self.compiling.settle(self.model, self.optimizer, self.task)
-            if self.mesh.leads:
+            if self.mesh.is_rank_zero:
                 self.run_directory.describe()
-            log = self.open_log(resumed) if self.mesh.leads else None
+            log = self.open_log(resumed) if self.mesh.is_rank_zero else None
             try:
                 with StopRequest() as stop:
                     self.run_steps(log, stop)
@@ -190,9 +190,9 @@ class SupervisedRun:
                 self.give_up()
             signal = self.mesh.all.maximum(NO_ROOM if problem else stop.signal or 0)
             if signal == NO_ROOM:
-                self.cannot_write(problem)
+                self.on_write_error(problem)
             if self.options.save_steps > 0 and row["step"] % self.options.save_steps == 0:
-                self.cannot_write(self.attempt(self.save))
+                self.on_write_error(self.attempt(self.save))
             if signal and self.counters.step < self.order.steps:
                 self.leave(signal)
 
@@ -203,7 +203,7 @@ class SupervisedRun:
                 self.save_model(self.folder)
 
         self.check_finite(self.optimizer.masters.values())
-        self.cannot_write(self.attempt(write_results))
+        self.on_write_error(self.attempt(write_results))
         self.run_directory.finish()
         if self.counters.skipped_in_a_row:
             raise RunFailed(diverged_line(self.counters.skipped_in_a_row, "steps", self.folder))
@@ -217,7 +217,7 @@ class SupervisedRun:
             return str(error)
         return None
 
-    def cannot_write(self, problem: str | None) -> None:
+    def on_write_error(self, problem: str | None) -> None:
         """End the run if one of its processes could not write, but keep what was learnt, wherever there is room."""
         told = next((found for found in self.mesh.all.gather(problem) if found), None)
         if told is not None:
@@ -369,7 +369,7 @@ class SupervisedRun:
         texts = [self.tokenizer.decode(batch.sequence(i)) for i in range(len(batch.spans))]
         path = self.folder / "bad_batch.json"
         places = self.task.places(samples)
-        if self.mesh.leads:
+        if self.mesh.is_rank_zero:
             write_json(path, {"step": step, "rows": places, "texts": texts})
         raise RunFailed(
             f"loss or gradient was not finite in {MANY_BAD_STEPS} steps in a row (last: step {step}); "
@@ -438,11 +438,11 @@ class SupervisedRun:
             self.counters = Counters(**state["counters"])
             self.task.micro_batch_limit = MicroBatchLimit(**state["pass_limit"])
             self.compiling.decided = state["compiled"]
-            self.go_on_drawing(state["random"])
+            self.restore_generators(state["random"])
         self.mesh.world.say(f"resumed from {path} at step {self.counters.step}")
         return True
 
-    def go_on_drawing(self, states: list[dict]) -> None:
+    def restore_generators(self, states: list[dict]) -> None:
         """As the processes that were there before would have; where these were others, from numbers of their own."""
         places = self.mesh.gradients
         if len(states) == places.size:
@@ -462,7 +462,7 @@ class SupervisedRun:
 
     def leave(self, signal_number: int) -> None:
         if not self.checkpoints.saved(self.counters.step):
-            self.cannot_write(self.attempt(self.save))
+            self.on_write_error(self.attempt(self.save))
         where = resume_line(self.checkpoints.saved(self.counters.step))
         raise Interrupted(signal_number, f"stopped after step {self.counters.step}: {where}")
 
@@ -506,17 +506,17 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     check_processes(options, world.size)
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
-    if not world.leads:
+    if not world.is_rank_zero:
         world.wait()  # the first process fills the token cache for all
-    with pulse.waiting():  # reading the data takes as long as there are data
+    with own_heartbeat.waiting():  # reading the data takes as long as there are data
         task = make_task(options, tokenizer)
-    if world.leads:
+    if world.is_rank_zero:
         world.wait()
     task.mesh = mesh = mesh_of(options, world)
     for line in [*task.data_lines(), *without_evaluation(options, task)]:
         world.say(line)
     options = with_default_tokens(options, device, saved_passes(options, world))
-    options, memory_plan = with_planned_passes(options, device, world, lambda: supervised_work(task))
+    options, memory_plan = with_planned_micro_batches(options, device, world, lambda: supervised_work(task))
     task.options = options
     seed_everything(options.seed, deterministic=options.full_determinism)
     loaded = task.load_model(device)
@@ -535,7 +535,7 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     # Dropout differs between processes that work on different tokens, everything else does not.
     seed_everything(process_seed(options.seed, mesh.gradients.rank), deterministic=options.full_determinism)
     described = {} if task.padded else for_manifest(memory_plan)
-    described["passes"] = passes_of(options, packed=not task.padded)
+    described["passes"] = micro_batch_sizes(options, packed=not task.padded)
     return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, mesh, described=described)
 
 

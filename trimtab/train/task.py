@@ -31,7 +31,7 @@ from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_contex
 from trimtab.models.policy import Policy
 from trimtab.models.reward import REWARDS
 from trimtab.train.micro_batch_limit import MicroBatchLimit
-from trimtab.train.update import Share, Totals, balance_share, sums_by_sequence
+from trimtab.train.update import LossTerm, Totals, balance_loss_term, sums_by_sequence
 
 
 class Task:
@@ -71,7 +71,7 @@ class Task:
     def make_batch(self, store: Any, samples: list[int]) -> TokenBatch:
         raise NotImplementedError
 
-    def loss(self, model: PackedModel, batch: TokenBatch, totals: Totals) -> Share:
+    def loss(self, model: PackedModel, batch: TokenBatch, totals: Totals) -> LossTerm:
         """This micro-batch's share of the step's loss."""
         raise NotImplementedError
 
@@ -207,14 +207,14 @@ class Task:
 
     def share(
         self, loss: Tensor, figures: dict[str, Tensor], out: Any, model: PackedModel, batch: TokenBatch, totals: Totals
-    ) -> Share:
+    ) -> LossTerm:
         """The finished share: with the experts' balance, where that is asked for."""
         figures = {"loss": loss.detach(), **figures}
         if self.balances_experts(model):
-            balance = balance_share(model, out.router_logits, batch, totals["tokens"])
+            balance = balance_loss_term(model, out.router_logits, batch, totals["tokens"])
             figures["aux_loss"] = balance.detach()
             loss = loss + self.options.aux_loss_coef * balance
-        return Share(loss, figures)
+        return LossTerm(loss, figures)
 
 
 def _prompts_of(store: Any) -> Iterator[bytes]:

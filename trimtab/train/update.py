@@ -1,8 +1,8 @@
 """One update: gradients of all micro-batches of a step add up, then the optimizer moves the weights once.
 
-Supervised jobs, RL trainers and `trimtab.Learner` accumulate here. A micro-batch gives its `Share` of the step's loss,
-already divided by counts over the whole step (`Totals`), so that how a step is cut into micro-batches, packed or dealt
-out to processes changes nothing but rounding. The Learner's shares are sums, which its `optim_step` divides.
+Gradient accumulation of supervised jobs, RL trainers and `trimtab.Learner`. A micro-batch gives its term of the step's
+loss, already divided by counts over the whole step (`Totals`): micro-batch size, packing and process count change
+results by rounding only. The Learner's shares are sums, which its `optim_step` divides.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ Totals = dict[str, float]
 
 
 @dataclass
-class Share:
+class LossTerm:
     """One micro-batch's part of the step. Parts add up: the loss and every figure are already divided by totals."""
 
     loss: Tensor
@@ -36,7 +36,7 @@ class Share:
 
 
 def accumulate(
-    model: PackedModel, mesh: Mesh, batches: Iterable[TokenBatch], count: int, share: Callable[[TokenBatch], Share]
+    model: PackedModel, mesh: Mesh, batches: Iterable[TokenBatch], count: int, share: Callable[[TokenBatch], LossTerm]
 ) -> dict[str, Any]:
     """Add the gradients of `count` micro-batches to those that are there; comes back: the sums of their figures here.
 
@@ -53,7 +53,7 @@ def accumulate(
     return figures
 
 
-def balance_share(model: PackedModel, router_logits: Any, batch: TokenBatch, tokens: float) -> Tensor:
+def balance_loss_term(model: PackedModel, router_logits: Any, batch: TokenBatch, tokens: float) -> Tensor:
     """The experts' load-balancing loss of a micro-batch, by its part of the step's `tokens`."""
     balance = load_balancing_loss(router_logits, model.config.num_experts_per_tok, model.sum_over_row)
     return balance * (batch.tokens / tokens)

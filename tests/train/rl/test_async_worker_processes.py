@@ -28,10 +28,10 @@ def write_together():
     world = find_world(find_device())
     told = threading.Event()
     engine = ScriptedEngine(max_num_seqs=4, seconds=0.001 * (1 + world.rank))
-    judges = [(Slow(), 1.0)] if world.leads else []  # as it is built: nobody hears the other
+    judges = [(Slow(), 1.0)] if world.is_rank_zero else []  # as it is built: nobody hears the other
     role = AsyncRolloutWorker(engine, judges, Words(), told.is_set, world)
     rng, found, admitted = random.Random(3), {}, 0
-    while world.of_first(torch.tensor(len(found))) < 30:
+    while world.broadcast_first(torch.tensor(len(found))) < 30:
         count = min(rng.randint(0, 4), 30 - admitted)
         role.admit(admission(range(admitted, admitted + count), version=engine.version), sampling=DRAWN)
         admitted += count
@@ -42,15 +42,15 @@ def write_together():
         if rng.random() < 0.6:
             role.pause()
             role.weights_changed(version=engine.version + 1)
-    if world.leads:
+    if world.is_rank_zero:
         assert sorted(found) == list(range(30)) and engine.version > 2
         for place, answers in found.items():
             assert answers.results[0].rewards == [length_of(place, sample, 30) for sample in range(3)]
     role.admit(admission([99]), sampling=DRAWN)
     engine.seconds = 0.2
-    if not world.leads:  # which the others do not hear before this call is over
+    if not world.is_rank_zero:  # which the others do not hear before this call is over
         threading.Timer(0.1, told.set).start()
-    assert (role.collect() is None) != world.leads
+    assert (role.collect() is None) != world.is_rank_zero
     assert len(set(world.gather(engine.steps))) == 1
     role.pause()
     role.close()

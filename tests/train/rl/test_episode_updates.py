@@ -18,7 +18,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.micro_batches import make_slice, totals_of
-from trimtab.train.rl.objective import policy_share, token_weights
+from trimtab.train.rl.objective import policy_loss_term, token_weights
 from trimtab.train.rl.rollout_files import best_and_worst, distributions, of_evaluation, whole_groups
 from trimtab.train.rl.source import Recording, useful_groups
 from trimtab.train.rl.token_advantages import compute_advantages, penalties, trained
@@ -153,7 +153,7 @@ def test_loss_and_gradient_are_those_of_every_drawn_token_once(folder):
     totals = totals_of(experience, list(range(7))) | {"seen_tokens": 13.0}
     loss = 0.0
     for batch in make_slice(experience, [[0, 3, 4], [2, 5], [1, 6]], "advantages_N", "sampled_N", "counts_N").batches():
-        share = policy_share(policy, batch, totals, options, kl_coefficient=0.0)
+        share = policy_loss_term(policy, batch, totals, options, kl_coefficient=0.0)
         share.loss.backward()
         loss += share.loss.item()
     assert loss == pytest.approx(expected.item(), abs=1e-5)

@@ -69,7 +69,7 @@ class Simulated:
         state, self.lines, admitted = json.loads(checkpoint)
         self.ledger.restore(state)
         self.admitted_at = dict(admitted)
-        assert self.ledger.is_in_time
+        assert self.ledger.is_within_staleness_bound
         ended = set(state["finished"])
         self.writing, self.queued = [], [place for place, _ in state["versions"] if place not in ended]
 
@@ -153,7 +153,7 @@ def test_a_smaller_bound_on_resume_is_noticed():
     for bound, in_hand, fits in ((3, False, True), (3, True, False), (2, False, False), (4, True, True)):
         ledger = Ledger(batch_size=1, ahead=1, bound=bound, places=100, iterations=100)
         ledger.restore({**state, "in_hand": in_hand})
-        assert ledger.is_in_time is fits, (bound, in_hand)
+        assert ledger.is_within_staleness_bound is fits, (bound, in_hand)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from trimtab.algos.policy_losses import kl_estimate
 from trimtab.config.jobs import GRPOOptions, PPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import PolicyOutput
-from trimtab.train.rl.objective import policy_share, token_weights, value_share
+from trimtab.train.rl.objective import policy_loss_term, token_weights, value_loss_term
 
 LENGTHS = (1, 4)  # answers to prompts of two tokens
 
@@ -35,7 +35,7 @@ def test_a_reduction_weighs_tokens_of_short_and_long_answers(reduction, weights)
     # The critic's losses are 1/2 (value - return)^2 where nothing is clipped.
     values_N, returns_N = torch.arange(5.0), torch.tensor([2.0, 0.0, 0.0, 5.0, 4.0])
     batch = batch_of(values_N=values_N, returns_N=returns_N)
-    share = value_share(lambda _: values_N, batch, TOTALS, options)
+    share = value_loss_term(lambda _: values_N, batch, TOTALS, options)
     expected = sum(w * 0.5 * (v - r) ** 2 for w, v, r in zip(weights, values_N.tolist(), returns_N.tolist()))
     assert float(share.loss) == pytest.approx(expected)
 
@@ -51,7 +51,7 @@ def test_a_kl_that_the_update_measures_changes_advantages_as_one_in_the_rewards(
 
     def share(**columns):
         own_N = log_probs_N.clone().requires_grad_()
-        found = policy_share(
+        found = policy_loss_term(
             lambda _, **settings: PolicyOutput(own_N),
             batch_of(sampled_N=log_probs_N, **columns),
             TOTALS | {"seen_tokens": 5.0},
@@ -73,7 +73,7 @@ def figures_of(options, ratios, totals=None, **columns):
     """What is measured of a policy whose probabilities are so many times those that the tokens were drawn with."""
     log_probs_N = torch.full((5,), -1.0)
     columns |= {"advantages_N": torch.ones(5), "sampled_N": log_probs_N - torch.tensor(ratios).log()}
-    return policy_share(
+    return policy_loss_term(
         lambda _, **settings: PolicyOutput(log_probs_N),
         batch_of(**columns),
         TOTALS | {"seen_tokens": 5.0} | (totals or {}),

@@ -8,10 +8,10 @@ import torch
 
 from tests.train.rl.test_experience import make
 from tests.train.rl.test_objective import batch_of
-from trimtab.algos.advantages import NO_MOMENTS, joined_moments
+from trimtab.algos.advantages import NO_MOMENTS, merge_moments
 from trimtab.config.jobs import PPOOptions
 from trimtab.models.policy import PolicyOutput
-from trimtab.train.rl.objective import policy_share
+from trimtab.train.rl.objective import policy_loss_term
 from trimtab.train.rl.token_advantages import compute_advantages, penalties
 
 ANSWERS = 3  # to a prompt
@@ -77,7 +77,7 @@ def test_running_normalisation_comes_after_the_length_penalty_and_before_the_cli
     punished = experience.rewards_S.double().numpy() + np.minimum(-(lengths - (6 - 4)) / 4 * 2.0, 0)
     assert experience.rewards_S.double() - penalties(experience, options) == pytest.approx(punished, abs=1e-6)
     before = np.array([5.0, -3.0, 1.0])
-    moments = joined_moments(joined_moments(NO_MOMENTS, torch.tensor(before)), torch.tensor(punished))
+    moments = merge_moments(merge_moments(NO_MOMENTS, torch.tensor(before)), torch.tensor(punished))
     figures = compute_advantages(experience, options, 0.0, moments)
     everything = np.concatenate([before, punished])
     assert figures["reward_mean_so_far"] == pytest.approx(everything.mean())
@@ -99,7 +99,7 @@ def test_the_loss_is_their_weighted_sum_with_the_k3_term_kept_within_bounds(coef
     log_probs = new.clone().requires_grad_()
     totals = {"tokens": 5.0, "answers": 2.0, "seen_tokens": 5.0}
     policy = lambda *_, **__: PolicyOutput(log_probs, entropy)  # noqa: E731
-    share = policy_share(policy, batch, totals, options, kl_coefficient=0.4)
+    share = policy_loss_term(policy, batch, totals, options, kl_coefficient=0.4)
     k3 = [math.exp(r - n) - (r - n) - 1 for n, r in zip(new.tolist(), reference.tolist())]
     kept = [k if bound is None else min(max(k, -bound), bound) for k in k3]
     ratios = [math.exp(n - o) for n, o in zip(new.tolist(), old.tolist())]

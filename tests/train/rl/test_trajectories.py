@@ -21,7 +21,7 @@ from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience, totals
 from trimtab.train.rl.micro_batches import make_slice
-from trimtab.train.rl.objective import policy_share
+from trimtab.train.rl.objective import policy_loss_term
 from trimtab.train.rl.source import Recording
 from trimtab.train.rl.token_advantages import compute_advantages
 
@@ -137,7 +137,7 @@ def test_loss_and_gradient_equal_the_sums_over_drawn_tokens(folder):
     piece = make_slice(experience, [[0, 1], [2, 3, 4, 6], [5]], "advantages_N", "sampled_N")
     loss = 0.0
     for batch in piece.batches():
-        share = policy_share(policy, batch, totals, PPOOptions(temperature=1.0), kl_coefficient=0.0)
+        share = policy_loss_term(policy, batch, totals, PPOOptions(temperature=1.0), kl_coefficient=0.0)
         share.loss.backward()
         loss += share.loss.item()
     assert loss == pytest.approx(expected.item(), abs=1e-5)

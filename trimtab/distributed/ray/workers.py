@@ -37,7 +37,7 @@ from trimtab.distributed.process_group import (
     use_interface_of,
 )
 from trimtab.distributed.serialization import Serializer
-from trimtab.distributed.supervision import GRACE, in_collective, is_lost_connection, pulse
+from trimtab.distributed.supervision import GRACE, in_collective, is_lost_connection, own_heartbeat
 from trimtab.distributed.weight_transfer import NODE_ADDRESS
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 from trimtab.interrupts import StopRequest
@@ -80,12 +80,12 @@ class RayWorker:
         self.stop = StopRequest()
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         self._store_socket: socket.socket | None = None
-        pulse.rest()  # starting has its own limit
+        own_heartbeat.rest()  # starting has its own limit
 
     @ray.method(concurrency_group="health")
     def heartbeat(self) -> tuple[str, float, bool]:
         """What it is doing, for how many seconds nothing has moved, and whether it waits for others."""
-        return pulse.doing, pulse.still(), in_collective()
+        return own_heartbeat.doing, own_heartbeat.still(), in_collective()
 
     @ray.method(concurrency_group="health")
     def receive_signal(self, number: int) -> None:
@@ -140,8 +140,8 @@ class RayWorker:
             role, method, arguments = self._serializer.unpack(own.copy())
             settings = self._serializer.unpack(shared.copy())  # Ray's memory must not be written to
             assert not method.startswith("_"), "a private method of a role"
-            pulse.thread = threading.get_ident()
-            pulse.move(f"{role}.{method}")
+            own_heartbeat.thread = threading.get_ident()
+            own_heartbeat.move(f"{role}.{method}")
             result = getattr(self.host.roles[role], method)(*arguments, **settings)
             if (why := abort_reason()) is not None:
                 return NO_ROOM, why
@@ -155,7 +155,7 @@ class RayWorker:
             where = "".join(traceback.format_tb(error.__traceback__)[-3:])
             return FAILED, f"{type(error).__name__}: {error}\n{where}".rstrip()
         finally:
-            pulse.rest()
+            own_heartbeat.rest()
 
     def reinit_process_group(self) -> None:
         self.host.device.release_memory()

@@ -33,7 +33,7 @@ from trimtab.models.attention import (
     LayerAttention,
     PackedRow,
     PaddedBlock,
-    attend_seen,
+    attend_masked,
     attend_varlen,
     cumulative,
     varlen_applies,
@@ -137,7 +137,7 @@ class RowSharding:
 # ---- attention
 
 
-class Strips:
+class AttentionBlocks:
     """Pieces of similar length as one right-padded block. The keys that a query sees end with itself, so what is padded
     after the last ones is seen by padded queries alone."""
 
@@ -159,7 +159,7 @@ class Strips:
             q = self.queries.gather(query)
             k, v = (self.keys.gather(x) for x in (key, value))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = attend_seen(q, k, v, self._seen(), layer.scale, layer.softcap).transpose(1, 2).flatten(0, 1)
+        out = attend_masked(q, k, v, self._seen(), layer.scale, layer.softcap).transpose(1, 2).flatten(0, 1)
         return out.index_select(0, self.queries.real), self.queries.rows
 
     def _seen(self) -> Tensor:
@@ -174,8 +174,8 @@ class Strips:
         return (distance >= 0) if self.window is None else (distance >= 0) & (distance < self.window)
 
 
-def _strips(pieces: list[Piece], window: int | None, device: torch.device) -> list[Strips]:
-    """Strips of similar length together, so that little of a block is padding."""
+def _strips(pieces: list[Piece], window: int | None, device: torch.device) -> list[AttentionBlocks]:
+    """AttentionBlocks of similar length together, so that little of a block is padding."""
     strips = [strip for piece in pieces for strip in piece.strips(STRIP)]
     blocks: list[list[Piece]] = []
     for strip in sorted(strips, key=lambda strip: (-strip.length, -strip.keys(window), strip.first)):
@@ -185,7 +185,7 @@ def _strips(pieces: list[Piece], window: int | None, device: torch.device) -> li
                 blocks[-1].append(strip)
                 continue
         blocks.append([strip])
-    return [Strips(block, window, device) for block in blocks]
+    return [AttentionBlocks(block, window, device) for block in blocks]
 
 
 def _varlen(pieces: list[Piece], window: int | None, device: torch.device) -> PackedRow:

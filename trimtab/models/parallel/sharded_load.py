@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from trimtab.config.groups import LoadOptions
 from trimtab.data.hub import hub_or_cache
 from trimtab.distributed.device import Device
-from trimtab.distributed.fsdp import blocks_of, keep_part, local
+from trimtab.distributed.fsdp import blocks_of, keep_shard, local
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.random_state import preserve_rng_state
-from trimtab.models.lora import adapters_aside
+from trimtab.models.lora import without_adapters
 from trimtab.models.packed import PackedModel
 from trimtab.models.pretrained import Found, WeightFiles, fake_model, nothing_found, refuse_fresh_weights
 from trimtab.models.reward import HEAD
@@ -100,7 +100,7 @@ def begin_sharded_load(
     return ModelSource(model, files.fingerprint(), found, fresh_head, files, keys if direct else None, renamed)
 
 
-def settle_path(module: PackedModel, options: LoadOptions, device: Device) -> Verdict:
+def resolve_path(module: PackedModel, options: LoadOptions, device: Device) -> Verdict:
     """Self-check a model without weights. In fp32 on the CPU, unless the options name an attention implementation,
     which may know only half precision, or only the accelerator."""
     if options.attn_implementation is None:
@@ -114,7 +114,7 @@ def fill_weights(module: PackedModel, source: ModelSource, device: torch.device,
     if source.keys is not None:
         materialise(module, device, offload=offload)
         _compute_buffers(module.inner)
-    with adapters_aside(module.inner):
+    with without_adapters(module.inner):
         found = source.read(module.inner)
     if source.keys is None:  # transformers' loader allocates by itself
         materialise(module, device, offload=offload)
@@ -155,7 +155,7 @@ def set_head(module: PackedModel, weight: Tensor | None) -> None:
     original = head if copies is None else head.original_module
     with torch.no_grad():
         if weight is not None:
-            keep_part(weight, original.weight)
+            keep_shard(weight, original.weight)
         for copied in (copies or {}).values():
             copied.weight.copy_(original.weight)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.distributed.fsdp import split_again
+from trimtab.distributed.fsdp import reshard_model
 from trimtab.distributed.mesh import Mesh
 from trimtab.files import flush
 from trimtab.models.packed import PackedModel
@@ -67,7 +67,7 @@ class SafetensorsWriter:
 class ShardedWriter:
     def __init__(self, model: PackedModel, mesh: Mesh, *, bf16: bool, head: str):
         """`head`: the name of a score head in the files."""
-        split_again(model)
+        reshard_model(model)
         self.model, self.mesh = model.inner, mesh
         self.stored = HFWeights(model.inner, bf16=bf16, head=head)
         self.files = list(self._files())
@@ -92,7 +92,7 @@ class ShardedWriter:
             problem = problem or error
         if failure := next((found for found in peers.gather(problem) if found), None):
             raise OSError(*failure)
-        if len(self.files) > 1 and peers.leads:
+        if len(self.files) > 1 and peers.is_rank_zero:
             self._write_index(Path(place))
 
     def _write_file(self, path: Path | None, groups: list[Group]) -> tuple[int, str] | None:

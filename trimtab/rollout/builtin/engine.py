@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.distributed.device import free_memory
 from trimtab.distributed.process_group import Peers
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.models.rotary import generated_context
@@ -172,7 +172,7 @@ class BuiltinSession(TokenSession):
 
     @torch.no_grad()
     def step(self, steps: int | None = None) -> list[Trajectory]:
-        pulse.move()
+        own_heartbeat.move()
         if self._new:
             self._admit_new()
         scheduler = self._scheduler
@@ -335,7 +335,7 @@ class BuiltinSession(TokenSession):
         drawn = torch.zeros_like(seeds) if drawn is None else drawn
         found = sampler.draw(self._runner.logits(hidden), seeds, drawn, seen)
         # The processes of a tensor-parallel group must continue with the same token, down to the last bit.
-        return replace(found, tokens_B=self.engine.tensor.of_first(found.tokens_B))
+        return replace(found, tokens_B=self.engine.tensor.broadcast_first(found.tokens_B))
 
     def _take(self, scheduler: Scheduler, samples: list[SequenceState], drawn: SamplerOutput) -> list[Trajectory]:
         ended = append_tokens(samples, drawn, self.engine.tokenizer)

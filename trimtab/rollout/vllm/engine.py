@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.distributed.process_group import join_group_of_one
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.pretrained import from_pretrained
 from trimtab.models.weight_export import WeightExport
@@ -187,7 +187,7 @@ class VLLMSession(TokenSession):
 
     def step(self, steps: int | None = None) -> list[Trajectory]:
         """One step of the engine: at most one token for each sample."""
-        pulse.move()
+        own_heartbeat.move()
         finished = self._take_aborted()
         if not self._running or finished:
             return finished

@@ -66,7 +66,7 @@ class Watchdog:
 
 
 @dataclass
-class News:
+class PolledGroups:
     """What all workers have done since they were asked last."""
 
     seconds: list[float]  # in which each engine was at work
@@ -137,14 +137,14 @@ class AsyncClient:
             with serializing_prompts():
                 self._call("admit", parts, sampling=self.sampling)
 
-    def collect(self) -> News:
+    def collect(self) -> PolledGroups:
         """What has come of them."""
         news = self._collect_remote() if self.remote else self._collect_local()
         for place in news.places:
             del self.held[place], self._process[place]
         return news
 
-    def _collect_local(self) -> News:
+    def _collect_local(self) -> PolledGroups:
         """They generate meanwhile. One process returns as soon as it has a group; of several none does, because it
         would only wait for the others."""
         news, alone = self._no_news(), self.workers.size == 1
@@ -154,11 +154,11 @@ class AsyncClient:
             self.workers.reinit_process_group()
             news.problem = rollout_too_large(shortage)
             return news
-        for part, own in enumerate(self.workers.first_of_each_part(found)):
+        for part, own in enumerate(self.workers.one_per_part(found)):
             news.add(part, own)
         return news
 
-    def _collect_remote(self) -> News:
+    def _collect_remote(self) -> PolledGroups:
         if self._collecting is None:
             self._collecting = self.workers.start("collect", seconds=TOGETHER, at_once=True)
             self._heard = set()
@@ -177,8 +177,8 @@ class AsyncClient:
             self._collecting = None
         return _lost(found)
 
-    def _no_news(self) -> News:
-        return News([0.0] * self.workers.size)
+    def _no_news(self) -> PolledGroups:
+        return PolledGroups([0.0] * self.workers.size)
 
     # ---- pausing
 
@@ -299,7 +299,7 @@ class AsyncClient:
     def _answered(self, method: str, seconds: float) -> list[Any]:
         """One result a part; None for a worker in its own process that has not answered after so many seconds."""
         if not self.remote:
-            return self.workers.first_of_each_part(self.workers.call(method))
+            return self.workers.one_per_part(self.workers.call(method))
         found = self.workers.start(method).poll(seconds)
         return [None if isinstance(own, Unanswered | EngineLost) else own for own in found]
 

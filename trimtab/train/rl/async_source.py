@@ -103,20 +103,20 @@ class Ledger:
     # ---- who is trained
 
     @property
-    def is_spent(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether every place has been admitted."""
         return self.admitted >= self.places  # more, if there are fewer now than before a resume
 
     def batch(self) -> list[int] | None:
         """The places of the next batch: fewer than B only at the end of the data. None: it is not there yet."""
         assert not self.in_hand
-        wanted = min(self.batch_size, len(self.versions)) if self.is_spent else self.batch_size
+        wanted = min(self.batch_size, len(self.versions)) if self.is_exhausted else self.batch_size
         if len(self.finished) < wanted:
             return None
         chosen = list(islice((place for place in self.versions if place in self.finished), wanted))
-        return chosen if self.leaves_time(chosen) else None
+        return chosen if self.keeps_staleness_bound(chosen) else None
 
-    def leaves_time(self, chosen: Iterable[int]) -> bool:
+    def keeps_staleness_bound(self, chosen: Iterable[int]) -> bool:
         """Whether all others can be trained before they are too old, if these are trained now."""
         taken = set(chosen)
         last = Counter(version + self.bound for place, version in self.versions.items() if place not in taken)
@@ -128,11 +128,11 @@ class Ledger:
         return True
 
     @property
-    def is_in_time(self) -> bool:
+    def is_within_staleness_bound(self) -> bool:
         """Whether everybody can still be trained within the bound: always so, unless another one is given on resume."""
         if min(self.versions.values(), default=self.iteration) + self.bound < self.iteration:
             return False
-        return self.leaves_time([] if self.in_hand else islice(self.versions, self.batch_size))
+        return self.keeps_staleness_bound([] if self.in_hand else islice(self.versions, self.batch_size))
 
     def take(self, chosen: Iterable[int]) -> dict[int, int]:
         """These are trained in this iteration; their versions."""
@@ -141,7 +141,7 @@ class Ledger:
         self.finished.difference_update(chosen)
         return {place: self.versions.pop(place) for place in chosen}
 
-    def put_back(self, versions: dict[int, int], filtered: list[int], failed: list[int]) -> None:
+    def requeue(self, versions: dict[int, int], filtered: list[int], failed: list[int]) -> None:
         """These were taken, and are not trained after all; `filtered`, `failed`: those that were before."""
         self.in_hand = False
         self.versions = dict(sorted((self.versions | versions).items()))
@@ -232,7 +232,7 @@ class AsyncSource(RolloutSource):
     def _put_back(self) -> None:
         assert self.last is not None
         versions = dict(zip(self.last["trained"], self.last["versions"]))
-        self.ledger.put_back(versions, self.last["filtered"], self.last.get("failed", []))
+        self.ledger.requeue(versions, self.last["filtered"], self.last.get("failed", []))
         self.scored |= self.handed_out
         self.handed_out, self.last = {}, None
 
@@ -333,7 +333,7 @@ class AsyncSource(RolloutSource):
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         self.ledger.restore(state["ledger"])
-        if not self.ledger.is_in_time:
+        if not self.ledger.is_within_staleness_bound:
             raise UserError(
                 f"--async_staleness {self.ledger.bound}: answers of the checkpoint would be older when they are "
                 f"trained; give {state['bound']} and the --rollout_batch_size of before"

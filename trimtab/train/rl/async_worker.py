@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.errors import OutOfMemory
 from trimtab.rewards.build import Parts
 from trimtab.rewards.functions import CALLS_AT_ONCE
@@ -279,12 +279,12 @@ class AsyncRolloutWorker(RolloutWorker):
         while not self.tensor.any(self._enough(deadline, at_once)):
             if self.busy:
                 self.advance()
-            elif self.tensor.leads:
-                with pulse.waiting(), self._news:  # a reward has its own time limit
+            elif self.tensor.is_rank_zero:
+                with own_heartbeat.waiting(), self._news:  # a reward has its own time limit
                     self._news.wait_for(lambda: self.ready, LOOK_EVERY)
 
     def _enough(self, deadline: float | None, at_once: bool) -> bool:
-        if not self.tensor.leads:
+        if not self.tensor.is_rank_zero:
             return self.stopped()
         late = deadline is not None and time.monotonic() >= deadline
         return late or (self.ready and (at_once or not self.busy)) or not self._groups or self.stopped()
@@ -426,7 +426,7 @@ class ThreadedRolloutWorker(AsyncRolloutWorker):
             self._news.notify_all()
 
     def _generate(self, deadline: float | None, at_once: bool) -> None:
-        with pulse.waiting(), self._news:  # the loop has a limit for it
+        with own_heartbeat.waiting(), self._news:  # the loop has a limit for it
             while not (self._failure is not None or self._enough(deadline, True)):
                 self._news.wait(LOOK_EVERY)
         self._check()
@@ -480,7 +480,7 @@ class ThreadedRolloutWorker(AsyncRolloutWorker):
         """When there is something to do: whether that is to pause. None: to end."""
         with self._news:
             if not self._has_work():
-                pulse.rest()
+                own_heartbeat.rest()
                 self._news.wait_for(self._has_work)
             if self._closed:
                 return None
@@ -500,6 +500,6 @@ class ThreadedRolloutWorker(AsyncRolloutWorker):
                 return
         super().pause()
         with self._news:
-            pulse.rest()
+            own_heartbeat.rest()
             self._idle = True
             self._news.notify_all()

@@ -17,7 +17,7 @@ from trimtab.distributed.launcher import Group, Launcher, RoleHost, Unit
 from trimtab.distributed.local_launcher import LocalProcessLauncher, launcher_of
 from trimtab.distributed.process_group import World, find_world, leave_world, share_signals, stop_was_requested
 from trimtab.distributed.ray.placement import table
-from trimtab.distributed.supervision import pulse
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.load import fake_policy
@@ -25,10 +25,10 @@ from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.plan.micro_batches import (
     default_line,
     for_manifest,
-    passes_of,
+    micro_batch_sizes,
     uses_default_tokens,
     with_default_tokens,
-    with_planned_passes,
+    with_planned_micro_batches,
     without_tokens,
     work_of_prompts,
 )
@@ -116,7 +116,7 @@ class Controller:
             if line := self.recording.async_line(options):
                 world.say(line)
         self.check_models()
-        self.options, self.memory_plan = with_planned_passes(
+        self.options, self.memory_plan = with_planned_micro_batches(
             options, device, world, lambda: work_of_prompts(options, self.stores)
         )
         self.default_tokens = uses_default_tokens(options, device)
@@ -145,7 +145,7 @@ class Controller:
                 self.world.say(note)
 
     def _prompts(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
-        with pulse.waiting():  # reading the data takes as long as there are data
+        with own_heartbeat.waiting():  # reading the data takes as long as there are data
             stores, reports = self.load_stores()
         self.text = None
         if self.options.pretrain_data:
@@ -244,7 +244,7 @@ class Controller:
             reward=reward,
             data={name: report.as_dict() for name, report in self.reports.items()},
             **contents_of_environment(options),
-            passes=passes_of(options, packed=True),
+            passes=micro_batch_sizes(options, packed=True),
             **for_manifest(self.memory_plan),
         )
 
@@ -352,7 +352,7 @@ def train_locally(options: RLOptions, kind: type[Controller]) -> None:
                 RoleHost(options, kind.units(options, world.size), mesh_of, device, world, stop), RECORDS
             )
             try:
-                if isinstance(launcher, LocalProcessLauncher) and not world.leads:
+                if isinstance(launcher, LocalProcessLauncher) and not world.is_rank_zero:
                     with interruptible(stop, world, "stopped with the first process"):
                         return launcher.serve()
                 train(set_up(options, kind, launcher), launcher, stop)
@@ -378,7 +378,7 @@ def train(run: RLRun, launcher: Launcher, stop: StopRequest) -> None:
         try:
             with hanging_up(launcher):
                 run.train(stop, rebuilt=again)
-            return launcher.hang_up()
+            return launcher.disconnect()
         except RebuildModels:
             again = True
         with interruptible(stop, launcher.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
@@ -391,7 +391,7 @@ def hanging_up(launcher: Launcher) -> Iterator[None]:
     try:
         yield
     except (Interrupted, RunFailed, UserError):
-        launcher.hang_up()
+        launcher.disconnect()
         raise
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trimtab.algos.advantages import joined_moments
+from trimtab.algos.advantages import merge_moments
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.launcher import Group
@@ -127,7 +127,7 @@ class RLRun:
         if not options.running_reward_norm:
             return compute_advantages(experience, options, counters.kl_coefficient)
         rewards_E = experience.rewards_S[experience.firsts_E] - penalties(experience, options)
-        counters.reward_moments = joined_moments(counters.reward_moments, rewards_E[experience.drawn_E])
+        counters.reward_moments = merge_moments(counters.reward_moments, rewards_E[experience.drawn_E])
         return compute_advantages(experience, options, counters.kl_coefficient, counters.reward_moments)
 
     def mini_batches(self, work: Iteration) -> list[list[int]]:

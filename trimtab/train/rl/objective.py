@@ -27,12 +27,12 @@ from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic
 from trimtab.train.rl.micro_batches import AnswerBatch, TextBatch
-from trimtab.train.update import Share, Totals, balance_share, counts_by_sequence
+from trimtab.train.update import LossTerm, Totals, balance_loss_term, counts_by_sequence
 
 
-def policy_share(
+def policy_loss_term(
     policy: Policy, batch: AnswerBatch, totals: Totals, options: RLOptions, *, kl_coefficient: float
-) -> Share:
+) -> LossTerm:
     """`batch.extra`: advantages_N and sampled_N; old_N if the policy has moved since; reference_N for a KL loss;
     with remaining_N too where nobody has measured that KL yet; fresh_N if some tokens are older than the policy;
     counts_N if answers may be in several sequences."""
@@ -77,10 +77,10 @@ def policy_share(
     )
     figures |= terms
     if options.aux_loss_coef > 0:
-        figures["aux_loss"] = balance_share(policy, out.router_logits, batch, totals["row_tokens"])
+        figures["aux_loss"] = balance_loss_term(policy, out.router_logits, batch, totals["row_tokens"])
         loss = loss + options.aux_loss_coef * figures["aux_loss"]
     figures["loss"] = loss
-    return Share(loss, {name: value.detach() for name, value in figures.items()})
+    return LossTerm(loss, {name: value.detach() for name, value in figures.items()})
 
 
 @torch.no_grad()
@@ -138,18 +138,18 @@ def agreement(log_probs_N: Tensor, old_N: Tensor, sampled_N: Tensor, tokens: flo
     }
 
 
-def text_share(policy: Policy, batch: TextBatch, totals: Totals, options: RLOptions) -> Share:
+def text_loss_term(policy: Policy, batch: TextBatch, totals: Totals, options: RLOptions) -> LossTerm:
     """--pretrain_data: the mean NLL of text that is learnt beside the answers (PTX), times its weight."""
     nll = -policy(batch).log_probs_N.sum() / totals["text_tokens"]
     loss = options.ptx_coef * nll
-    return Share(loss, {"ptx_loss": nll.detach(), "loss": loss.detach()})
+    return LossTerm(loss, {"ptx_loss": nll.detach(), "loss": loss.detach()})
 
 
-def value_share(critic: Critic, batch: AnswerBatch, totals: Totals, options: RLOptions) -> Share:
+def value_loss_term(critic: Critic, batch: AnswerBatch, totals: Totals, options: RLOptions) -> LossTerm:
     """`batch.extra`: values_N as they were, and returns_N."""
     values_N = critic(batch)
     extra = batch.extra
     loss_N, clipped_N = value_loss(values_N, extra["values_N"], extra["returns_N"], options.value_clip)
     loss = (loss_N * token_weights(batch, totals, options)).sum()
     figures = {"loss": loss.detach(), "clip_fraction": clipped_N.sum() / totals["tokens"]}
-    return Share(loss, figures)
+    return LossTerm(loss, figures)

@@ -133,7 +133,7 @@ def build_actor(options: RLOptions, place: Place) -> dict[str, Any]:
     roles: dict[str, Any] = {"actor": actor_of(options, loaded, tokenizer, place)}
     if not options.engines_apart:
         # Those of a tensor group write the same answers, which are judged once.
-        rewards = non_model_rewards(options, place.stop.requested) if place.mesh.tensor.leads else []
+        rewards = non_model_rewards(options, place.stop.requested) if place.mesh.tensor.is_rank_zero else []
         roles["rollouts"] = rollouts_of(options, loaded.model, rewards, tokenizer, place)
     if has_reference(options) and options.lora_rank > 0:
         roles["reference"] = scorer(options, place, loaded)
@@ -261,7 +261,7 @@ def make_optimizer(options: RLOptions, model: nn.Module, learning_rate: float, p
 
 
 def make_units_in_processes(options: RLOptions, processes: int) -> list[Unit]:
-    return in_their_processes(options, make_units(options), processes)
+    return assign_processes(options, make_units(options), processes)
 
 
 def make_units(options: RLOptions) -> list[Unit]:
@@ -284,7 +284,7 @@ def make_units(options: RLOptions) -> list[Unit]:
     return units
 
 
-def in_their_processes(options: RLOptions, units: Iterable[Unit], processes: int) -> list[Unit]:
+def assign_processes(options: RLOptions, units: Iterable[Unit], processes: int) -> list[Unit]:
     """`processes`: how many a launcher started; in a cluster the options say it all."""
     units = list(units)
     if not options.ray:

@@ -231,7 +231,7 @@ class RolloutWorker(Role):
                 if rewards.concurrent and len(waiting) >= SCORED_AT_ONCE:
                     scored.add(waiting)
                     found, waiting = found + waiting, []
-            if not self.tensor.leads:  # nobody hears what it would say
+            if not self.tensor.is_rank_zero:  # nobody hears what it would say
                 return None
             if waiting:
                 scored.submit(waiting)

@@ -19,11 +19,11 @@ from torch import Tensor
 from trimtab.algos.advantages import (
     discounted_sums,
     gae,
-    moment_deviation,
-    moment_standardised,
+    moments_std,
     overlong_penalty,
     token_rewards,
     whiten,
+    whiten_with_moments,
 )
 from trimtab.algos.group_rewards import (
     SHAPED_BY,
@@ -63,10 +63,10 @@ def compute_advantages(
     penalty_E = penalties(experience, options)
     rewards_E, groups_E = experience.rewards_S[experience.firsts_E] - penalty_E, experience.groups_E
     if moments is not None:
-        rewards_E = moment_standardised(rewards_E, moments)
+        rewards_E = whiten_with_moments(rewards_E, moments)
     turns = Turns.of(experience) if options.turn_reward == "returns" and experience.episodes is not None else None
     if turns is not None and moments is not None:
-        turns.rewards_K = moment_standardised(turns.rewards_K, moments, centred=False)
+        turns.rewards_K = whiten_with_moments(turns.rewards_K, moments, centred=False)
     shaped_E, unit_E = against_groups(rewards_E, groups_E, drawn_E, turns, estimator.group)
     kl_N = None
     if experience.reference_N is not None and experience.old_N is not None:
@@ -120,7 +120,7 @@ def compute_advantages(
     if experience.episodes is not None or not bool(drawn_E.all()):
         figures["empty_samples"] = (~drawn_E).sum()
     if moments is not None:
-        figures |= {"reward_mean_so_far": moments[1], "reward_std_so_far": moment_deviation(moments)}
+        figures |= {"reward_mean_so_far": moments[1], "reward_std_so_far": moments_std(moments)}
     if options.overlong_buffer_len is not None:
         figures["overlong_penalty"] = penalty_E.mean()
     if learnt_S is not None:

@@ -37,10 +37,10 @@ from trimtab.train.layer_compilation import compile_if_worthwhile, compile_repor
 from trimtab.train.micro_batch_limit import InsufficientMemory, memory_guard, undo_step
 from trimtab.train.optimizer import Optimizer, WeightAverage
 from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
-from trimtab.train.rl.objective import policy_share, text_share, value_share
+from trimtab.train.rl.objective import policy_loss_term, text_loss_term, value_loss_term
 from trimtab.train.run_directory import names_fingerprint
 from trimtab.train.task import Reference
-from trimtab.train.update import Share, Totals, accumulate
+from trimtab.train.update import LossTerm, Totals, accumulate
 
 RoleModel = tuple[PackedModel, Device, Sequence[AtWork]]
 """A model, where it is, and how it is run without gradients."""
@@ -117,14 +117,14 @@ class Trainer(ModelRole):
         """Peak of this process."""
         return self.device.memory_gib()
 
-    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> LossTerm:
         raise NotImplementedError
 
     def update(self, slices: Sequence[Slice], *, totals: Totals, step: int, **settings: Any) -> dict[str, float]:
         """One optimizer step over all passes of all processes, and its figures."""
         count = sum(len(part.samples) for part in slices)
 
-        def share(batch: TokenBatch) -> Share:
+        def share(batch: TokenBatch) -> LossTerm:
             return self.share(batch.to(self.device.torch), totals, **settings)
 
         with memory_guard(undo_step(self.optimizer)):
@@ -204,11 +204,11 @@ class PolicyTrainer(Trainer):
             own.append(lambda: adapters_off(self.model.model))  # as its own reference
         return own
 
-    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> LossTerm:
         if isinstance(batch, TextBatch):
-            return text_share(self.model, batch, totals, self.options)
+            return text_loss_term(self.model, batch, totals, self.options)
         assert isinstance(batch, AnswerBatch)
-        return policy_share(self.model, batch, totals, self.options, **settings)
+        return policy_loss_term(self.model, batch, totals, self.options, **settings)
 
     def update(self, slices: Sequence[Slice], **settings: Any) -> dict[str, float]:
         report = super().update(slices, **settings)
@@ -269,9 +269,9 @@ class CriticTrainer(Trainer):
     called = "critic"
     model: Critic
 
-    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> LossTerm:
         assert isinstance(batch, AnswerBatch)
-        return value_share(self.model, batch, totals, self.options)
+        return value_loss_term(self.model, batch, totals, self.options)
 
     def values(self, slices: Sequence[Slice], *, after: bool = False) -> list[Tensor]:
         """Before each drawn token; or `after` it."""

@@ -39,8 +39,8 @@ from trimtab.train.rl.micro_batches import Slice, batches_of
 from trimtab.train.rl.objective import agreement
 from trimtab.train.rl.roles import (
     actor_of,
+    assign_processes,
     has_reference,
-    in_their_processes,
     make_optimizer,
     make_units,
     rollouts_of,
@@ -48,7 +48,7 @@ from trimtab.train.rl.roles import (
 )
 from trimtab.train.rl.trainer import PolicyTrainer, fetched
 from trimtab.train.tail.measurements import BadWords, bad_tokens
-from trimtab.train.update import Share, Totals
+from trimtab.train.update import LossTerm, Totals
 
 # ---- trainers
 
@@ -59,7 +59,7 @@ TWIST = "twist.safetensors"
 class TailPolicyTrainer(PolicyTrainer):
     """The policy."""
 
-    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> LossTerm:
         """`batch.extra`: advantages_N, and sampled_N where the answers are the policy's own: how far what is trained is
         from what was sampled, a proposal's answers cannot tell."""
         log_probs_N, sampled_N = self.model(batch).log_probs_N, batch.extra.get("sampled_N")
@@ -68,7 +68,7 @@ class TailPolicyTrainer(PolicyTrainer):
         if sampled_N is not None:
             figures = agreement(log_probs_N, log_probs_N, sampled_N, totals["seen_tokens"])
             found = {name: figures[name] for name in found}
-        return Share(loss, {"loss": loss.detach(), **found})
+        return LossTerm(loss, {"loss": loss.detach(), **found})
 
 
 class ProposalTrainer(PolicyTrainer):
@@ -78,9 +78,9 @@ class ProposalTrainer(PolicyTrainer):
         """log psi of every token."""
         return self.model(batch).log_probs_N - batch.extra["policy_N"]
 
-    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> LossTerm:
         loss = reinforce_loss(self.log_twist(batch), batch.extra["advantages_N"]).sum() / totals["answers"]
-        return Share(loss, {"loss": loss.detach()})
+        return LossTerm(loss, {"loss": loss.detach()})
 
     def log_twists(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard(), scoring(self.model):
@@ -108,7 +108,7 @@ class AdapterProposalTrainer(ProposalTrainer):
 
     def write_model(self, folder: Path) -> None:
         """The adapters; their base is the policy, which lies in the folder above, or what it began with."""
-        if self.mesh.leads:
+        if self.mesh.is_rank_zero:
             if self.options.lora_rank == 0:
                 self.model.model.active_peft_config.base_model_name_or_path = str(folder.parent)
             self.model.model.save_pretrained(folder)
@@ -125,7 +125,7 @@ class TwistHeadTrainer(AdapterProposalTrainer):
             return super().log_twists(slices)
 
     def write_model(self, folder: Path) -> None:
-        if self.mesh.leads:
+        if self.mesh.is_rank_zero:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(self.model.twist.state_dict(), folder / TWIST)
 
@@ -149,7 +149,7 @@ class TwistModelTrainer(ProposalTrainer):
     def write_model(self, folder: Path) -> None:
         weights = {name: whole(value) for name, value in self.model.twist.state_dict().items()}
         super().write_model(folder)
-        if self.mesh.leads:
+        if self.mesh.is_rank_zero:
             save_file(weights, folder / TWIST)
 
 
@@ -247,4 +247,4 @@ def tail_units_of(options: TailOptions, processes: int) -> list[Unit]:
     units = [dataclasses.replace(actor, build=build_actor, roles=tuple(roles)), *others]
     if start == "start" and options.lora_rank == 0:
         units.append(Unit("start", build_start, ("start",)))
-    return in_their_processes(options, units, processes)
+    return assign_processes(options, units, processes)
