@@ -1,4 +1,4 @@
-"""Rewards seen against the other answers to the same prompt: of whole answers, of their steps, of their turns.
+"""Group baselines (GRPO, Dr. GRPO, RLOO): rewards relative to a prompt's other answers; of answers, steps and turns.
 
 Whole answers, [groups, n] -> [groups, n]:
 

@@ -1,4 +1,4 @@
-"""Roles, the groups that call them, and launchers, which bring roles to processes.
+"""Launchers and worker groups: a role is a worker class, a `Group` calls it on its ranks, a launcher places it.
 
 A role is an ordinary object with methods such as `log_probs`, `update`, `sample`. The RL loop runs in one process, the
 controller, and calls a *group*: the role in one process or in several, each with its part of the work. Inside a call

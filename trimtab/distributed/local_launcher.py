@@ -1,4 +1,4 @@
-"""Roles in processes that were started together, by our launcher or another: remote calls, and their launcher.
+"""Launcher for the processes of one torchrun-style world: rank 0 is the controller, the other ranks serve its calls.
 
 `RpcHub` connects the first process with the others, once for all groups of a run. The first process calls, the others
 serve; it also works itself, if it has the role that it calls. Several calls may be pending at once, of different

@@ -1,4 +1,4 @@
-"""Processes on this machine: start several of one command, watch that each of them moves, and end them together.
+"""Start local processes of one command, detect hangs by heartbeat, and end them together.
 
 The launcher gives the first process the terminal. What another one prints is shown only if it is the first to fail: its
 own exception, not the others' complaints about a closed connection.

@@ -1,4 +1,4 @@
-"""Attention over packed rows: many sequences in one row, which see nothing of each other but a shared prompt.
+"""Variable-length attention over packed sequences, which attend to themselves and, in a group, to their prompt.
 
 Registered with Hugging Face's attention interface under the name `trimtab_packed`, so every model that uses the
 interface runs it unchanged. The sequences' spans say what a mask would keep apart. How far each layer looks back is the

@@ -1,4 +1,4 @@
-"""A model's folder, as far as it can be judged without reading weights. Imports neither torch nor transformers."""
+"""Check a model folder by its JSON files alone. Imports neither torch nor transformers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What follows the matrix product of the LM head, each in one pass over a chunk's fp32 logits.
+"""Triton kernels of the LM head: log-softmax of targets, entropy and the gradient of logits, a pass over a chunk each.
 
 Forward: log Z, the target's logit and, when asked for, E[z] of every row. Backward: the gradient of the raw logits in
 the dtype of the products that come next. The formulas are those of models/lm_head.py.

@@ -1,4 +1,4 @@
-"""Load models as the root modules that jobs train or score with: working weights, adapters, path, memory savers.
+"""Load models as the root modules of jobs: dtype, LoRA adapters, attention path, activation checkpointing, offload.
 
 In one process a model is loaded whole, in fp32; what is frozen and will be bf16 is read in bf16 from its files. Of a
 model that is sharded over processes, each reads its own parts (parallel/sharded_load). Only where that cannot be done,

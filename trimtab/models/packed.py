@@ -1,4 +1,5 @@
-"""Hidden states of a batch without padding, from any Hugging Face model with a decoder-only backbone.
+"""`PackedModel`: the padding-free forward pass of any decoder-only Hugging Face model; base of policy, reward model
+and critic.
 
 How the model is run is decided once, at load (see selfcheck):
 - packed:  sequences in one row, our attention;

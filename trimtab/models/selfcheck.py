@@ -1,4 +1,4 @@
-"""The self-check: how a model may be run is tried with two short samples before training.
+"""The self-check: choose packed or padded forward passes by comparing two short samples with plain transformers.
 
 The packed path is taken only if attention was called once a layer, with no argument we would drop, and the log-probs
 equal those of Hugging Face's own forward pass on each sample alone. Otherwise the padded path, if its log-probs are

@@ -1,5 +1,4 @@
-"""How large micro-batches are where no option says it: by a plan of the device's memory on an accelerator, by a fixed
-number of tokens on a CPU."""
+"""Default token budgets of micro-batches: planned from memory on an accelerator, a fixed number on a CPU."""
 
 import dataclasses
 import math

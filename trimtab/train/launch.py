@@ -1,4 +1,4 @@
-"""What every training job does before its first step, and the lines of a dry run: tokenizer, places, model, memory."""
+"""Set-up that all training jobs share (tokenizer, output folders, device, model, gc), and the lines of --dry_run."""
 
 import dataclasses
 import gc

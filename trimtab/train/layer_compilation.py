@@ -1,4 +1,4 @@
-"""Whether the layers of a run's models are compiled: decided once, before its first step, and kept in its checkpoints.
+"""The decision whether torch.compile pays for a run's layers: made once before its first step, kept in checkpoints.
 
 With --compile auto they are where the time that this saves, over all steps of the run, is worth the time that compiling
 takes. What layers cost besides their matrix products grows with tokens, layers and their width alone.

@@ -1,4 +1,4 @@
-"""AdamW that owns the fp32 truth.
+"""AdamW with fp32 master weights: schedule, clipping, offload, and a running average of the weights.
 
 The model's parameters are the working weights that training and sampling read. When they are bf16, this class keeps
 fp32 masters and fp32 gradient accumulators of its own and writes the result back in place; an update of 1e-6 would

@@ -1,5 +1,5 @@
-"""What looks wrong in an iteration (alarms, shown while the run works and in its report), and what is refused before a
-run begins, in one line each."""
+"""Checks of an RL run: options and data that are refused before it begins, and alarms of an iteration, which are shown
+while the run works and in its report."""
 
 import os
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Micro-batches: which samples form an optimizer step, which of them a forward and backward pass, and how they travel.
+"""Mini-batches and micro-batches of an update: cut from the experience, packed by tokens, and sent to the trainers.
 
 Samples of one prompt stay together where they fit, because a row then holds their prompt once. A process is sent a
 *slice*: the tokens of all its micro-batches as they will lie in their rows, with columns of the drawn tokens

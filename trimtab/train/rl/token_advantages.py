@@ -1,4 +1,4 @@
-"""From rewards to advantages: the estimators, put together from their parts in algos/.
+"""`compute_advantages`: GAE, REINFORCE++, RLOO, GRPO and their relatives, put together from their parts in algos/.
 
 R of each answer, less what it is too long; standardised by all rewards of the run (running); seen against its group
 (group_rewards); clipped
