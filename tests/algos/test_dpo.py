@@ -215,7 +215,7 @@ def test_reference_log_probs_from_disk_are_those_of_the_reference(folder, plain,
 def test_with_lora_the_reference_is_the_model_without_its_adapters(folder):
     words = f"{STEP} --apply_chat_template --lora_rank 4"
     run = make_run(DPOOptions, DPOTask, folder, words)
-    assert run.task.reference.model is run.model, "no second copy"
+    assert run.task.scorers["reference"].model is run.model, "no second copy"
     with torch.no_grad():
         for name, parameter in run.model.named_parameters():
             if "lora_B" in name:

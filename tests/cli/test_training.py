@@ -134,7 +134,7 @@ def test_with_ray_no_launcher_starts_processes(stub, monkeypatch, capsys):
     seen = []
     stub("rl", train=seen.append)
     monkeypatch.setattr("trimtab.running.training.watch", lambda limit: None)
-    monkeypatch.setattr("trimtab.running.training.launch", None)
+    monkeypatch.setattr("trimtab.running.training.launch_processes", None)
     monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: object())
     assert train_ppo_ray.main([*PROMPTS, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "8"]) == 0
     assert (seen[0].nproc, seen[0].processes) == (8, 16)

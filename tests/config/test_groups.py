@@ -211,7 +211,7 @@ def test_the_other_rl_jobs_are_ppo_with_other_defaults(job_class):
     assert preset.keys() == ppo.keys()
     names = {"wandb_project": f"trimtab_train_{job_class.verb}"}
     assert differing == PRESETS[job_class] | names
-    assert job_class.trainer == PPOOptions.trainer == "rl" and SFTOptions.trainer == "sft"
+    assert job_class.trainer == PPOOptions.trainer == "rl" and SFTOptions.trainer == "supervised"
 
 
 def test_every_training_job_packs_and_resumes():

@@ -134,7 +134,7 @@ def test_reference_log_probs_computed_before_and_during_training_are_the_same(tm
     write_job(tmp_path, "dpo")
     live, row = step_gradient(run_of(tmp_path, "dpo", f"{EIGHT} 2"))
     run = run_of(tmp_path, "dpo precomputed", f"{EIGHT} 2")
-    assert run.task.reference is None, "the model that made them is gone"
+    assert not run.task.scorers, "the model that made them is gone"
     stored, other = step_gradient(run)
     assert relative_difference(live, stored) < 1e-6
     assert_same_figures(row, other)
@@ -185,11 +185,8 @@ def test_every_parameter_moves_and_the_model_beside_does_not(tmp_path, name, fam
 
 def frozen_parameters(run) -> list[torch.Tensor]:
     """Of the reference or the teacher, if the job has one of its own."""
-    beside = getattr(run.task, "teacher", None)
-    reference = getattr(run.task, "reference", None)
-    if reference is not None and reference.model is not run.model:
-        beside = reference.model
-    return [] if beside is None else list(beside.parameters())
+    models = [scorer.model for scorer in run.task.scorers.values() if scorer.model is not run.model]
+    return [parameter for model in models for parameter in model.parameters()]
 
 
 def lora_run(folder, name: str, words: str = ""):
@@ -199,7 +196,7 @@ def lora_run(folder, name: str, words: str = ""):
         folder, job, f"{EIGHT} 4 --lora_rank 4 {MOVING} {words} {'--ref_pretrain None' if job != name else ''}"
     )
     if job != name:
-        assert run.task.reference.model is run.model, "no second copy"
+        assert run.task.scorers["reference"].model is run.model, "no second copy"
     return run
 
 
