@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 SCRIPT = """
 import os, pathlib, subprocess
-from trimtab.distributed.ray.connection import connected
+from trimtab.distributed.ray.launcher import connected
 
 with connected():
     import ray
@@ -35,7 +35,7 @@ import os, subprocess, sys, time
 
 driver = '''
 import os, time
-from trimtab.distributed.ray.connection import connected
+from trimtab.distributed.ray.launcher import connected
 
 class Worker:
     def process(self):

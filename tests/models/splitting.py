@@ -21,7 +21,7 @@ from trimtab.distributed.random_state import seed_everything
 from trimtab.errors import UserError
 from trimtab.models import load
 from trimtab.models.packed import scoring
-from trimtab.models.parallel import sharded_save
+from trimtab.models.parallel import sharded_checkpoint
 from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.models.proposal_policies import SharedBasePolicy
 from trimtab.models.save import save_model
@@ -156,7 +156,7 @@ def read_whole(model):
 
 def save(job, model, words, folder, file_bytes):
     """Saved by all together, and by one process that holds it whole."""
-    sharded_save.FILE_BYTES = file_bytes
+    sharded_checkpoint.FILE_BYTES = file_bytes
     options = options_of(job, model, words)
     mesh = mesh_of(options, find_world(find_device()))
     tokenizer = load_tokenizer(model)
@@ -173,9 +173,9 @@ def save_over_machines(model, folder):
     options = options_of("sft", model, "")
     mesh = mesh_of(options, find_world(find_device()))
     loaded = load_split("sft", options, mesh)
-    sharded_save.FILE_BYTES = 10_000
+    sharded_checkpoint.FILE_BYTES = 10_000
     if mesh.all.rank == 1:
-        sharded_save.Path = lambda place: Path(f"/another machine/{place}")
+        sharded_checkpoint.Path = lambda place: Path(f"/another machine/{place}")
     save_model(loaded.model, load_tokenizer(model), folder / "split", mesh=mesh)
     leave_world()
 
@@ -184,9 +184,9 @@ def save_on_a_full_disk(model, folder, full_rank):
     options = options_of("sft", model, "")
     mesh = mesh_of(options, find_world(find_device()))
     loaded = load_split("sft", options, mesh)
-    sharded_save.FILE_BYTES = 10_000
+    sharded_checkpoint.FILE_BYTES = 10_000
     if mesh.all.rank == full_rank:
-        sharded_save.SafetensorsWriter.write = no_room
+        sharded_checkpoint.SafetensorsWriter.write = no_room
     try:
         save_model(loaded.model, load_tokenizer(model), folder, mesh=mesh)
     except OSError as error:

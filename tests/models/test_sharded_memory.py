@@ -19,9 +19,9 @@ from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.load import load_frozen_policy
 from trimtab.models.packed import scoring
-from trimtab.models.parallel import sharded_save
+from trimtab.models.parallel import sharded_checkpoint
+from trimtab.models.parallel.sharded_checkpoint import SafetensorsWriter
 from trimtab.models.parallel.sharded_model import mesh_of
-from trimtab.models.parallel.sharded_save import SafetensorsWriter
 from trimtab.models.save import save_model
 
 MIB = 2**20
@@ -81,7 +81,7 @@ def measure(model, words, folder):
     options = options_of("sft", model, words)
     mesh = mesh_of(options, find_world(find_device()))
     tokenizer, rank = load_tokenizer(model), mesh.all.rank
-    sharded_save.FILE_BYTES = 300 * 10**6
+    sharded_checkpoint.FILE_BYTES = 300 * 10**6
     with Peak() as peak:
         loaded = load_split("sft", options, mesh)
         with scoring(loaded.model):

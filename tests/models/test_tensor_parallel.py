@@ -6,7 +6,7 @@ import torch
 from tests import warm
 from tests.models.cutting import compare_heads, compare_with_one_process, plant_faults
 from tests.models.splitting import compare, compare_frozen, save
-from tests.models.test_sharded_load import tensors_of
+from tests.models.test_sharded_checkpoint import tensors_of
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_tokenizer
 

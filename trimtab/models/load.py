@@ -1,7 +1,7 @@
 """Load models as the root modules of jobs: dtype, LoRA adapters, attention path, activation checkpointing, offload.
 
 In one process a model is loaded whole, in fp32; what is frozen and will be bf16 is read in bf16 from its files. Of a
-model that is sharded over processes, each reads its own parts (parallel/sharded_load). Only where that cannot be done,
+model that is sharded over processes, each reads its own parts (parallel/sharded_checkpoint). Only where that cannot be done,
 or where --zero_stage 0 gives every process everything, it is loaded whole and then sharded.
 """
 
@@ -25,7 +25,7 @@ from trimtab.errors import UserError
 from trimtab.models.activation_memory import ActivationOffload, enable_gradient_checkpointing
 from trimtab.models.lora import add_adapters, fill_adapters
 from trimtab.models.packed import PackedModel, cast_parameters, has_dropout, switch_off_dropout
-from trimtab.models.parallel.sharded_load import (
+from trimtab.models.parallel.sharded_checkpoint import (
     ModelSource,
     begin_sharded_load,
     cast_frozen,

@@ -26,7 +26,7 @@ from trimtab.files import (
     writing,
 )
 from trimtab.models.packed import PackedModel, cast_parameters
-from trimtab.models.parallel.sharded_save import ShardedWriter, write_description
+from trimtab.models.parallel.sharded_checkpoint import ShardedWriter, write_description
 from trimtab.models.pretrained import check_model_folder, first_line, from_pretrained, quiet_transformers
 from trimtab.models.reward import HEAD, REWARDS, AutoClassifier, rename_head
 

@@ -22,7 +22,7 @@ from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
-from trimtab.models.parallel.sharded_load import resolve_path
+from trimtab.models.parallel.sharded_checkpoint import resolve_path
 from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.plan.hardware import GIB, of_device, shared

@@ -13,8 +13,7 @@ from trimtab.config.support import device_problems
 from trimtab.data.hub import trust
 from trimtab.distributed.device import DeviceKind, kind_of_resource
 from trimtab.distributed.launcher import WorkerLost
-from trimtab.distributed.ray.connection import connected, stop_line
-from trimtab.distributed.ray.launcher import RayLauncher
+from trimtab.distributed.ray.launcher import RayLauncher, connected, stop_line
 from trimtab.distributed.ray.placement import Layout, Placement, table
 from trimtab.distributed.ray.preflight import preflight
 from trimtab.distributed.ray.workers import RayJob

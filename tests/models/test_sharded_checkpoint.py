@@ -24,7 +24,7 @@ from tests.models.splitting import (
 from tests.rewards.encoder import write_encoder
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.models.parallel.sharded_save import SafetensorsWriter
+from trimtab.models.parallel.sharded_checkpoint import SafetensorsWriter
 from trimtab.models.reward import AutoClassifier, rename_head
 
 KINDS = {
