@@ -1,8 +1,8 @@
 """Load models as the root modules of jobs: dtype, LoRA adapters, attention path, activation checkpointing, offload.
 
 In one process a model is loaded whole, in fp32; what is frozen and will be bf16 is read in bf16 from its files. Of a
-model that is sharded over processes, each reads its own parts (parallel/sharded_checkpoint). Only where that cannot be done,
-or where --zero_stage 0 gives every process everything, it is loaded whole and then sharded.
+model that is sharded over processes, each reads its own parts (parallel/sharded_checkpoint). Only where that cannot be
+done, or where --zero_stage 0 gives every process everything, it is loaded whole and then sharded.
 """
 
 import contextlib
