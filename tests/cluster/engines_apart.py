@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from trimtab.config.jobs import RLOptions
-from trimtab.distributed.launcher import Place
+from trimtab.distributed.launcher import RoleContext
 from trimtab.distributed.weight_transfer import TransferChannel, TransferPlan, describe_receiver, join_as_receiver
 from trimtab.models.load import load_policy
 from trimtab.rewards.build import non_model_rewards
@@ -73,7 +73,7 @@ def without_vllm() -> None:
 def build_engines_apart(seconds: float, notes: Path | None = None) -> None:
     """In a worker: what it builds for an engine. `seconds`: that each token of an answer takes."""
 
-    def build(options: RLOptions, place: Place) -> dict:
+    def build(options: RLOptions, place: RoleContext) -> dict:
         tokenizer = load_job_tokenizer(options)
         policy = load_policy(options, place.device, place.mesh).model
         engine = EngineApart(policy, tokenizer, max_num_seqs=options.rollout_slots)

@@ -14,7 +14,7 @@ from trimtab.config.jobs import SFTOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
-from trimtab.plan.hardware import NAMED, Machines
+from trimtab.plan.hardware import NAMED, ClusterHardware
 from trimtab.plan.memory import FILL, ProcessMemory
 from trimtab.plan.micro_batches import with_planned_micro_batches
 from trimtab.plan.planner import Planner, enough_tokens, fastest_micro_batches, fewest_recomputed, update_seconds
@@ -31,12 +31,12 @@ def memory(tmp_path_factory) -> ProcessMemory:
     folder = tmp_path_factory.mktemp("model")
     tiny_model("llama", num_hidden_layers=LAYERS).save_pretrained(folder)
     options = SFTOptions(pretrain=str(folder), **OPEN)
-    return Planner(options, Machines(NAMED["H200"]), WORK, propose=True).bare_process()
+    return Planner(options, ClusterHardware(NAMED["H200"]), WORK, propose=True).bare_process()
 
 
 def clock_with(memory: ProcessMemory, host: float) -> TimeModel:
     """`host`: seconds a layer."""
-    clock = TimeModel(memory.options, Machines(memory.hardware), memory.work, memory.models)
+    clock = TimeModel(memory.options, ClusterHardware(memory.hardware), memory.work, memory.models)
     clock.rates = dataclasses.replace(clock.rates, host=host)
     return clock
 

@@ -9,14 +9,14 @@ from trimtab.config.checks import settle
 from trimtab.config.jobs import GRPOOptions, PPOOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.ray.placement import Engines, Layout, Pool
-from trimtab.plan.hardware import LINK_SHARE, NAMED, Hardware, Machines
+from trimtab.plan.hardware import LINK_SHARE, NAMED, ClusterHardware, Hardware
 from trimtab.plan.layouts import cluster_candidates, groupings, layout_flags, layout_of, sizes_of, splits
 from trimtab.plan.planner import AS_ASKED, Planner, plan_layouts
 from trimtab.plan.printer import conclusions, lines
 from trimtab.plan.workload import supposed
 
 DEVICE = Hardware("small", 64 * 2**20, 1e12, 1e12, 1e11, link=1e10)
-TWO = Machines(DEVICE, 2, 4, 4e9)
+TWO = ClusterHardware(DEVICE, 2, 4, 4e9)
 WORDS = """--prompt_max_len 16 --generate_max_len 16 --rollout_batch_size 32 --train_batch_size 32 --bf16
     --gradient_checkpointing --zero_stage 3 --ray"""
 

@@ -10,7 +10,7 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.plan import micro_batches
-from trimtab.plan.hardware import NAMED, Hardware, Machines
+from trimtab.plan.hardware import NAMED, ClusterHardware, Hardware
 from trimtab.plan.micro_batches import with_planned_micro_batches
 from trimtab.plan.planner import Planner
 from trimtab.plan.workload import supposed
@@ -31,7 +31,7 @@ def options_of(tmp_path):
 
 def sizes(options, processes, *, accelerator=True):
     hardware = NAMED["H200"] if accelerator else Hardware("CPU", 2**30, accelerator=False)
-    planner = Planner(options, Machines(hardware, 1, processes), supposed(options), propose=False)
+    planner = Planner(options, ClusterHardware(hardware, 1, processes), supposed(options), propose=False)
     process = planner.bare_process()
     parts = [part for part in (*process.gathered_to_answer(), *process.state) if "rollout" in part.phases]
     return {part.name: part.size for part in parts if part.size}

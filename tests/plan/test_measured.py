@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import plan_layouts
 
-# On aarch64 pages of PyTorch's allocator and workspaces of matrix products take more that is not planned.
+# On aarch64 runs take more than on x86, for a reason that is not known.
 TOLERANCE = 0.15 if platform.machine() == "aarch64" else 0.1
 CASES = [(verb, words) for words, verbs in plan_layouts.LAYOUTS.items() for verb in verbs]
 

@@ -8,7 +8,7 @@ import pytest
 from trimtab.config.checks import settle
 from trimtab.config.jobs import PPOOptions
 from trimtab.config.parse import parse
-from trimtab.plan.hardware import NAMED, Machines
+from trimtab.plan.hardware import NAMED, ClusterHardware
 from trimtab.plan.layouts import PAIRS, cluster_candidates
 from trimtab.plan.planner import Planner, best
 from trimtab.plan.workload import supposed, write_config
@@ -32,7 +32,7 @@ def test_the_page_says_what_is_planned_beside_what_was_published(size, tmp_path)
     gpus, seconds = PUBLISHED[size]
     model = write_config(size, tmp_path)
     options, _ = settle(parse(PPOOptions, f"--pretrain {model} --reward_pretrain {model} {WORDS}".split()))
-    machines = Machines(NAMED["A800-80G"], gpus // 8, 8, 100e9)
+    machines = ClusterHardware(NAMED["A800-80G"], gpus // 8, 8, 100e9)
     planner = Planner(options, machines, supposed(options), propose=True)
     layouts = cluster_candidates(planner.units, planner.machines, planner.least_tensor_parallel())[PAIRS]
     planned = best([planner.tried(PAIRS, layout, sleep=True) for layout in layouts])

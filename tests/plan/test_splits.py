@@ -8,7 +8,7 @@ from tests.tiny import tiny_model
 from trimtab.config.checks import settle
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parse import parse
-from trimtab.plan.hardware import GIB, NAMED, Hardware, Machines
+from trimtab.plan.hardware import GIB, NAMED, ClusterHardware, Hardware
 from trimtab.plan.layouts import Split
 from trimtab.plan.planner import Plan, Planner, best, fitting_changes, make_plan, plan_layouts
 from trimtab.plan.printer import lines, split_flags
@@ -38,7 +38,7 @@ def planner(model):
 
 
 def machines(memory=64 * MIB):
-    return Machines(dataclasses.replace(DEVICE, memory=memory), 2, 2, 4e9)
+    return ClusterHardware(dataclasses.replace(DEVICE, memory=memory), 2, 2, 4e9)
 
 
 def test_the_fastest_layout_that_fits_is_proposed_and_its_flags_ask_for_it(planner, model):
@@ -105,6 +105,6 @@ def test_a_job_that_does_not_fit_names_the_flag_that_makes_it_fit(model):
 )
 def test_large_models_get_a_layout_that_fits(size, nodes, device, memory, tmp_path):
     options = settle(parse(SFTOptions, f"--pretrain {write_config(size, tmp_path)} --bf16 --max_len 4096".split()))[0]
-    made = plan_layouts(options, Machines(NAMED[device], nodes, 8, 100e9))
+    made = plan_layouts(options, ClusterHardware(NAMED[device], nodes, 8, 100e9))
     assert made.proposed.fits and made.proposed.peak < 0.86 * memory * GIB
     assert made.proposed.peak > 0.1 * memory * GIB

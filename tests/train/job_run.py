@@ -12,7 +12,7 @@ from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
 from trimtab.distributed.process_group import World
 from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
-from trimtab.train.optimizer import StepReport
+from trimtab.train.optimizer import OptimizerStep
 from trimtab.train.supervised import MakeTask, SupervisedRun, build_run
 
 
@@ -84,7 +84,7 @@ def step_gradient(run: SupervisedRun) -> tuple[dict[str, torch.Tensor], dict]:
     def keep(step, finite):
         for name, master in run.optimizer.masters.items():
             gradients[name] = run.optimizer._gradient(name, master).clone()
-        return StepReport(0.0, True)
+        return OptimizerStep(0.0, True)
 
     run.optimizer.step = keep
     row = run.train_step(NoStop())

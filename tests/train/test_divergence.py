@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.train.every_loop import LOOPS, model, newest_two, words
-from trimtab.train.optimizer import Optimizer, StepReport
+from trimtab.train.optimizer import Optimizer, OptimizerStep
 from trimtab.train.rl.trainer import Trainer
 from trimtab.train.supervised import SupervisedRun
 
@@ -78,7 +78,7 @@ def infinite_moment(at, prefix="exp_avg_sq/"):
     """After the update of this number one of the optimiser's numbers is infinite."""
     plain = Optimizer.step
 
-    def stepped(optimizer, step, **how) -> StepReport:
+    def stepped(optimizer, step, **how) -> OptimizerStep:
         report = plain(optimizer, step, **how)
         if step == at:
             with torch.no_grad():

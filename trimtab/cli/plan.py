@@ -85,7 +85,7 @@ def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustere
     from trimtab.config.groups import PASS_SIZES
     from trimtab.distributed.device import find_device
     from trimtab.models.pretrained import quiet_transformers
-    from trimtab.plan.hardware import Machines, named, shared
+    from trimtab.plan.hardware import ClusterHardware, named, shared
     from trimtab.plan.planner import make_plan, plan_layouts
     from trimtab.plan.printer import lines
     from trimtab.plan.workload import supposed
@@ -94,7 +94,7 @@ def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustere
     hardware = named(own.on, find_device(), own.device_memory)
     with trusting(options.trust_remote_code):
         if clustered:
-            made = plan_layouts(options, Machines(hardware, own.nodes or 1, own.gpus or 8, own.network * 1e9))
+            made = plan_layouts(options, ClusterHardware(hardware, own.nodes or 1, own.gpus or 8, own.network * 1e9))
         else:
             several = options.nproc > 1
             propose = not options.given & PASS_SIZES if several else options.fit_memory is not False

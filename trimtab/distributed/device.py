@@ -114,7 +114,7 @@ INTERFACES = tuple(dict.fromkeys(kind.interface for kind in DEVICE_KINDS.values(
 
 
 def kind_of_resource(resource: str | None) -> DeviceKind:
-    """The devices of a Ray cluster, before a process sees them: the first kind of those that share a name there."""
+    """The devices of a Ray cluster, before a process sees them: the first kind with a given resource name."""
     return next((kind for kind in DEVICE_KINDS.values() if kind.resource == resource), DEVICE_KINDS["cpu"])
 
 

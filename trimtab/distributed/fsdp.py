@@ -258,7 +258,7 @@ def blocks_of(tensor: Tensor) -> list[Block]:
 
 
 def is_first_holder(tensor: Tensor) -> bool:
-    """Whether this process is the first of those that hold the same part of a split tensor."""
+    """Whether this process is the first holder of this part of a split tensor."""
     if not isinstance(tensor, DTensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()

@@ -178,7 +178,7 @@ class InProcessGroup(Group):
 
 
 @dataclass(frozen=True)
-class Place:
+class RoleContext:
     """Where a role works."""
 
     device: Device
@@ -191,9 +191,9 @@ class Unit:
     """Roles that are built together, in the same processes."""
 
     name: str
-    build: Callable[[Any, Place], dict[str, Any]]  # its roles by name, of this process
+    build: Callable[[Any, RoleContext], dict[str, Any]]  # its roles by name, of this process
     roles: tuple[str, ...]
-    engines: tuple[str, ...] = ()  # of them, those that do not split rows: each tensor group gets a part
+    engines: tuple[str, ...] = ()  # roles that do not split rows: each tensor group gets a part
     ranks: Sequence[int] | None = None  # the processes of the world that have it; None: all
     learns: bool = False  # a model of it is trained
     apart: bool = False  # in processes outside the world, each alone: other programs' engines
@@ -230,7 +230,7 @@ class RoleHost:
         if not mesh.here:
             return
         seed_everything(options.seed, deterministic=options.full_determinism)
-        made = described.build(options, Place(self.device, mesh, self.stop))
+        made = described.build(options, RoleContext(self.device, mesh, self.stop))
         assert tuple(made) == described.roles, f"{unit}: {tuple(made)} were built, not {described.roles}"
         for name in made.keys() & self._carried.keys():
             made[name].restore(self._carried.pop(name))

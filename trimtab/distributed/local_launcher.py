@@ -66,7 +66,7 @@ class RpcHub:
         self._connect()
 
     def group(self, name: str, processes: Processes | None = None) -> "RpcGroup":
-        """`processes`: those that have this role, if not all."""
+        """`processes`: the ranks with this role; None: all."""
         return RpcGroup(self, name, processes or Processes.apart(range(self.world.size)))
 
     # ---- the first process

@@ -182,9 +182,9 @@ def init_process_group(device: torch.device, **meeting: Any) -> None:
     library = collectives_of(device)
     if library is None:
         raise UserError(f"{kind_of(device).name} has no collectives in this torch: start one process")
-    # What is kept in main memory is summed there.
+    # Tensors in main memory are summed there.
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
-    # A device that is bound must be known to every group, also to those that speak gloo alone.
+    # A device that is bound must be known to every group, also to groups of gloo alone.
     known = device.type != "cpu" and device.type in dist.Backend.backend_capability[dist.Backend.GLOO]
     options = {"device_id": device} if known else {}
     with _noting_sockets():

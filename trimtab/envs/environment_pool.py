@@ -84,7 +84,7 @@ def _reply(found: Result | Failure) -> Reply:
 
 
 @dataclass
-class PendingCall:
+class PendingEnvironmentCall:
     task: Task
     kind: str  # reset, step, end; run: a whole episode of an agent
     since: float
@@ -101,7 +101,7 @@ class PendingCalls:
         """`seconds`: that a call may take."""
         self.source, self.seconds = source, seconds
         self._tasks: dict[int, Task] = {}  # of episodes
-        self._calls: dict[int, PendingCall] = {}  # of episodes, the oldest first
+        self._calls: dict[int, PendingEnvironmentCall] = {}  # of episodes, the oldest first
         self._longest = 0.0  # seconds of an answer
 
     def begin(self, episode: int, kind: str, task: Task) -> None:
@@ -109,7 +109,7 @@ class PendingCalls:
         self.ask(episode, kind)
 
     def ask(self, episode: int, kind: str) -> None:
-        self._calls[episode] = PendingCall(self._tasks[episode], kind, time.monotonic())
+        self._calls[episode] = PendingEnvironmentCall(self._tasks[episode], kind, time.monotonic())
 
     def answered(self, reply: Reply, now: float | None = None) -> None:
         """`now`: when the reply came."""

@@ -6,7 +6,7 @@ A layer with gradient checkpointing keeps its input, and of what it computes wha
     attention  all but the output of attention's kernel
     products   all but the outputs of attention's kernel and of matrix products: norms, rotations and activations only
 
-Gradients are the same, bit for bit. Attention that runs without a kernel of its own (with a soft cap, say) is made of
+Gradients are the same, bit for bit. Attention without a fused kernel (with a soft cap, say) is made of
 products.
 
 With --offload_activations, what autograd itself keeps for the backward pass goes to main memory: with gradient

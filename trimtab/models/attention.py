@@ -118,7 +118,7 @@ def packed_attention(
     return current.row.attend(query, key, value, arguments), None
 
 
-class Row(Protocol):
+class AttentionContext(Protocol):
     """The tokens of a forward pass, which know what they attend to."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
@@ -129,14 +129,14 @@ class Row(Protocol):
 class PackedPass:
     """The forward pass that a model is in, as its attention and its layers see it."""
 
-    row: Row | None = None
+    row: AttentionContext | None = None
     calls: int = 0
     callers: list[nn.Module] | None = None  # modules that called attention, while the self-check records them
     compiled: bool = False  # layers run compiled (models/compile.py)
     failure: str = ""  # why one of them could not
     comparison: "Comparison | None" = None  # while compiled layers are compared with plain ones
 
-    def begin(self, model: nn.Module, row: Row) -> None:
+    def begin(self, model: nn.Module, row: AttentionContext) -> None:
         """Attention calls of this model belong to this row from now on."""
         carry(model, self)
         self.row, self.calls = row, 0

@@ -20,7 +20,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.collectives import group_reduce
 from trimtab.distributed.supervision import own_heartbeat
 from trimtab.models.activation_memory import ActivationOffload
-from trimtab.models.attention import PackedPass, PackedRow, Row, unpadded
+from trimtab.models.attention import AttentionContext, PackedPass, PackedRow, unpadded
 from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, Routers, RowStates, TokenLocations
 from trimtab.models.rotary import SequenceLengths, token_lengths
 
@@ -81,7 +81,7 @@ class PackedModel(nn.Module):
         hidden_ND = hidden_TD.index_select(0, row.place_T[rows_N[located.here]])
         return RowStates(hidden_ND, routers and tuple(r[: row.tokens] for r in routers), located)
 
-    def _run(self, row: Row, ids_T: Tensor, positions_T: Tensor, router: bool) -> tuple[Tensor, Routers]:
+    def _run(self, row: AttentionContext, ids_T: Tensor, positions_T: Tensor, router: bool) -> tuple[Tensor, Routers]:
         self.attention.begin(self.inner, row)
         inputs = {"input_ids": ids_T[None], "attention_mask": unpadded(ids_T[None]), "position_ids": positions_T[None]}
         out = self._backbone(router, **inputs)

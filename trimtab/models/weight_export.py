@@ -52,7 +52,7 @@ class HFWeights:
         return torch.bfloat16 if self.bf16 and tensor.is_floating_point() else tensor.dtype
 
     def read(self, group: Group, take: Callable[[Tensor], Tensor | None] = lambda tensor: tensor) -> dict[str, Tensor]:
-        """Gather a group and convert it. `take`: what is kept of each tensor; None: nothing."""
+        """Gather a group and convert it. `take` selects the part of each tensor to keep; None: nothing."""
         names, after = group
         kept = {name: tensor for name in names if (tensor := take(self.gathered(name))) is not None}
         if len(kept) < len(names):

@@ -88,12 +88,12 @@ def of_device(device: Device) -> Hardware:
 
 
 def shared(hardware: Hardware, processes: int) -> Hardware:
-    """What one of `processes` has: a device of its own, or a part of main memory."""
+    """What one of `processes` has: one device, or a part of main memory."""
     return hardware if hardware.accelerator else replace(hardware, memory=hardware.memory // processes)
 
 
 @dataclass(frozen=True)
-class Machines:
+class ClusterHardware:
     """`nodes` machines with `gpus` devices each, and how fast bytes go between them. One device is one machine."""
 
     hardware: Hardware

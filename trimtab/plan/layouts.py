@@ -16,7 +16,7 @@ from trimtab.distributed.ray.placement import FLAGS, Engines, Layout, Pool
 from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
-from trimtab.plan.hardware import Machines
+from trimtab.plan.hardware import ClusterHardware
 from trimtab.plan.workload import Work
 
 SPLITTING = (  # the options by which a plan splits a model, where the options leave them open
@@ -159,7 +159,7 @@ def _engines(options: RLOptions, policy: Pool) -> Engines | None:
 
 
 def split_candidates(
-    options: TrainedModelOptions, machines: Machines, work: Work, config: Any
+    options: TrainedModelOptions, machines: ClusterHardware, work: Work, config: Any
 ) -> Iterator[dict[str, Any]]:
     """Options to change: every combination of those that are not given and that the machines allow. `config`: of the
     trained model."""
@@ -214,7 +214,9 @@ def groupings(units: Sequence[str]) -> dict[str, list[tuple[str, ...]]]:
     return found | {BUILTIN: [tuple(units)]}
 
 
-def cluster_candidates(units: Sequence[str], machines: Machines, tensor_parallel: int) -> dict[str, list[Layout]]:
+def cluster_candidates(
+    units: Sequence[str], machines: ClusterHardware, tensor_parallel: int
+) -> dict[str, list[Layout]]:
     """Every way to deal all devices out, of each of the four kinds."""
     kinds: dict[str, list[Layout]] = {}
     for kind, grouped in groupings(units).items():
@@ -230,12 +232,12 @@ def cluster_candidates(units: Sequence[str], machines: Machines, tensor_parallel
     return kinds
 
 
-def make_pool(units: tuple[str, ...], devices: int, machines: Machines) -> Pool:
+def make_pool(units: tuple[str, ...], devices: int, machines: ClusterHardware) -> Pool:
     nodes = max(1, devices // machines.gpus)
     return Pool(units[0], units, nodes, devices // nodes)
 
 
-def splits(groups: int, machines: Machines) -> Iterator[tuple[int, ...]]:
+def splits(groups: int, machines: ClusterHardware) -> Iterator[tuple[int, ...]]:
     """Sizes of groups that are all devices together: whole machines, or a part of one that divides it."""
     parts = [size for size in range(1, machines.gpus) if machines.gpus % size == 0]
     sizes = [*parts, *(machines.gpus * nodes for nodes in range(1, machines.nodes + 1))]
@@ -245,7 +247,7 @@ def splits(groups: int, machines: Machines) -> Iterator[tuple[int, ...]]:
             yield (*found, rest)
 
 
-def _fit_into_machines(sizes: Sequence[int], machines: Machines) -> bool:
+def _fit_into_machines(sizes: Sequence[int], machines: ClusterHardware) -> bool:
     """Whether groups smaller than a machine have room on those that the others leave."""
     free = [machines.gpus] * (machines.nodes - sum(size // machines.gpus for size in sizes))
     for size in sorted((size for size in sizes if size < machines.gpus), reverse=True):

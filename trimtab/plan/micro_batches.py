@@ -13,7 +13,7 @@ from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.pretrained import first_line
-from trimtab.plan.hardware import GIB, Hardware, Machines, of_device
+from trimtab.plan.hardware import GIB, ClusterHardware, Hardware, of_device
 from trimtab.plan.workload import TOKENS_ON_CPU, Work, budget_changes, packs_by_tokens, rl_work, supposed
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def refuse_ungatherable(options: RLOptions, hardware: Hardware, processes: int) 
     weights, which the built-in engine reads gathered, beside their share of the rest."""
     from trimtab.plan.planner import Planner, advice, fitting_changes, flag_changes
 
-    machines = Machines(dataclasses.replace(hardware, program=0), 1, processes)
+    machines = ClusterHardware(dataclasses.replace(hardware, program=0), 1, processes)
     planner = Planner(options, machines, supposed(options), propose=False)
 
     def needed(change: dict[str, Any]) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.pretrained import first_line
 from trimtab.plan.fake_model import PlannedModel, planned_models
-from trimtab.plan.hardware import GIB, Hardware, Machines
+from trimtab.plan.hardware import GIB, ClusterHardware, Hardware
 from trimtab.plan.layouts import SPLITTING, UNITS, Split, cluster_candidates, layout_of, split_candidates
 from trimtab.plan.memory import FILL, MOST_TOKENS, EngineShare, Memory, ProcessMemory, vllm_share
 from trimtab.plan.speed import StepTime, TimeModel
@@ -39,7 +39,7 @@ PLACING = (
     *("colocate_actor_ref", "colocate_critic_reward", "colocate_all_models", "vllm_num_engines"),
 )
 ROUND = 1024  # tokens: a proposal need not be odd
-NAMED_FLAGS = 3  # that are named, of those that each suffice
+NAMED_FLAGS = 3  # at most this many sufficient flags are named
 Change = dict[str, Any]
 
 
@@ -93,7 +93,7 @@ class Planner:
     def __init__(
         self,
         options: TrainedModelOptions,
-        machines: Machines,
+        machines: ClusterHardware,
         work: Work,
         *,
         propose: bool,
@@ -103,7 +103,7 @@ class Planner:
         self.options, self.machines, self.work, self.propose = options, machines, work, propose
         self._models = {} if models is None else models
 
-    def changed(self, machines: Machines | None = None, **settings: Any) -> "Planner":
+    def changed(self, machines: ClusterHardware | None = None, **settings: Any) -> "Planner":
         """The same job under other options, or on other machines: what was measured is kept."""
         options = dataclasses.replace(self.options, **settings)
         return Planner(options, machines or self.machines, self.work, propose=self.propose, models=self._models)
@@ -286,7 +286,7 @@ def fewest_recomputed(held: ProcessMemory, tokens: int) -> Memory:
 
 
 def update_seconds(held: ProcessMemory, clock: TimeModel | None, memory: Memory) -> float:
-    """Of an update; of a device of which nothing is known, in units of its own."""
+    """Of an update; of an unknown device, in arbitrary units."""
     assert memory.recomputed is not None
     if clock is None:
         return 1 + memory.recomputed / held.layers / 3
@@ -361,12 +361,12 @@ def make_plan(
     """For one device, or for `processes` of one machine as the options split the job over them. `hardware`: its memory
     is what one process has."""
     refuse_unplannable(options)
-    planner = Planner(options, Machines(hardware, 1, processes), work, propose=propose)
+    planner = Planner(options, ClusterHardware(hardware, 1, processes), work, propose=propose)
     with _planning(options):
         return Plan(planner, planner.one_pool())
 
 
-def plan_layouts(options: TrainedModelOptions, machines: Machines) -> Plan:
+def plan_layouts(options: TrainedModelOptions, machines: ClusterHardware) -> Plan:
     """Layouts, and which of them to take: of all roles in RL, of the one model that is trained elsewhere."""
     refuse_unplannable(options)
     machines.require_links()

@@ -37,7 +37,7 @@ from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_unsharded_sums
 from trimtab.distributed.ray.placement import Layout
 from trimtab.models.load import TrainedModelOptions
 from trimtab.plan.fake_model import PlannedModel
-from trimtab.plan.hardware import MAIN_MEMORY, Hardware, Machines
+from trimtab.plan.hardware import MAIN_MEMORY, ClusterHardware, Hardware
 from trimtab.plan.layouts import Split
 from trimtab.plan.memory import EngineShare, Memory, ProcessMemory
 from trimtab.plan.workload import Work
@@ -135,7 +135,9 @@ class StepTime:
 class TimeModel:
     """Times of a job on some machines. Everything but the rollout is that of one process of the pool."""
 
-    def __init__(self, options: TrainedModelOptions, machines: Machines, work: Work, models: Sequence[PlannedModel]):
+    def __init__(
+        self, options: TrainedModelOptions, machines: ClusterHardware, work: Work, models: Sequence[PlannedModel]
+    ):
         """`models`: of one process. A ValueError: nothing is known of how fast the device is."""
         self.options, self.machines, self.work, self.models = options, machines, work, models
         hardware = machines.hardware

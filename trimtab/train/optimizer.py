@@ -21,7 +21,7 @@ from trimtab.train.checkpoint_files import HostTensors, ShardedTensors
 
 
 @dataclass
-class StepReport:
+class OptimizerStep:
     grad_norm: float
     applied: bool  # False: the gradient was not finite and nothing moved
 
@@ -68,16 +68,16 @@ class Optimizer:
         assert self.factor is not None, "the schedule needs to know how many steps there are"
         return self.learning_rate * self.factor(step)
 
-    def step(self, step: int, *, finite: bool = True) -> StepReport:
+    def step(self, step: int, *, finite: bool = True) -> OptimizerStep:
         """Clip, apply and clear the gradients gathered since the last call, at the rate of this step. Not `finite`: the
         loss was not, and nothing is applied."""
         return self.apply(self.rate(step), finite=finite)
 
-    def apply(self, learning_rate: float, *, divisor: float = 1.0, finite: bool = True) -> StepReport:
+    def apply(self, learning_rate: float, *, divisor: float = 1.0, finite: bool = True) -> OptimizerStep:
         """The same at a rate that no schedule has to know; `divisor`: what gradients of sums are divided by first."""
         if not finite:
             self.clear_gradients()
-            return StepReport(math.nan, applied=False)
+            return OptimizerStep(math.nan, applied=False)
         for name, master in self.masters.items():
             master.grad = self._gradient(name, master)
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
@@ -93,7 +93,7 @@ class Optimizer:
             self.adam.step()
             self._write_back()
         self.clear_gradients()
-        return StepReport(grad_norm, applied)
+        return OptimizerStep(grad_norm, applied)
 
     def gradients(self) -> dict[str, Tensor]:
         """What was added up since the last step, by parameter name."""

@@ -24,7 +24,7 @@ from trimtab.errors import UserError
 from trimtab.models.load import Loaded
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
-from trimtab.train.task import PairTask, Reference, Task, sequence_log_probs
+from trimtab.train.task import FrozenScorer, PairTask, Task, sequence_log_probs
 from trimtab.train.update import LossTerm, Totals, counts_by_sequence, sums_by_sequence
 
 
@@ -50,10 +50,10 @@ class ReferenceTask(Task):
 
     def attach(self, loaded: Loaded, device: Device) -> None:
         how: dict[str, Any] = {"pretrain": self.options.ref_pretrain, "offload": self.options.ref_offload}
-        self.scorers["reference"] = Reference(self.options, loaded, device, self.mesh, **how)
+        self.scorers["reference"] = FrozenScorer(self.options, loaded, device, self.mesh, **how)
 
 
-def precomputed(reference: Reference, task: Task, store: Any) -> np.ndarray:
+def precomputed(reference: FrozenScorer, task: Task, store: Any) -> np.ndarray:
     """Reference log-probs of every sample of a store [samples, sequences a sample], from disk if they are there."""
     how = f"{reference.precision}/{reference.model.path}/{reference.device.torch.type}"
     key = f"{reference.weights}/{store.fingerprint}/{how}"

@@ -17,7 +17,7 @@ from trimtab.distributed.fsdp import whole
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded, fake_frozen_policy
 from trimtab.models.policy import Policy, Teacher
-from trimtab.train.task import Reference, Task
+from trimtab.train.task import FrozenScorer, Task
 from trimtab.train.update import LossTerm, Totals
 
 
@@ -47,7 +47,7 @@ class KDTask(SFTTask):
     def attach(self, loaded: Loaded, device: Device) -> None:
         options = self.options
         how: dict[str, Any] = {"pretrain": options.teacher_model, "offload": options.teacher_offload}
-        self.teacher = Reference(options, None, device, self.mesh, flag="--teacher_model", **how)
+        self.teacher = FrozenScorer(options, None, device, self.mesh, flag="--teacher_model", **how)
         self.scorers["teacher"] = self.teacher
         for root in (loaded.model, self.teacher.model):
             if root.path == "logits":

@@ -92,7 +92,7 @@ NO_ROOM = 256  # among the numbers of signals: a process could not write
 
 
 @dataclass
-class Counters:
+class SupervisedCounters:
     """What the loop remembers besides weights; saved with every checkpoint."""
 
     step: int = 0
@@ -114,7 +114,7 @@ class SupervisedRun:
     device: Device
     weights: str  # fingerprint of the model as it was loaded
     mesh: Mesh = field(default_factory=Mesh)  # of all processes of the run
-    counters: Counters = field(default_factory=Counters)
+    counters: SupervisedCounters = field(default_factory=SupervisedCounters)
     described: dict[str, Any] = field(default_factory=dict)  # what else the manifest says
     pending: dict | None = None  # the row of a step that is done but for its evaluation
 
@@ -435,7 +435,7 @@ class SupervisedRun:
             self.mesh.world.say(f"warning: {line}")
         with reading_checkpoint(path):
             self.optimizer.restore(ShardedTensors(path))
-            self.counters = Counters(**state["counters"])
+            self.counters = SupervisedCounters(**state["counters"])
             self.task.micro_batch_limit = MicroBatchLimit(**state["pass_limit"])
             self.compiling.decided = state["compiled"]
             self.restore_generators(state["random"])

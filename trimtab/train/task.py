@@ -43,7 +43,7 @@ class Task:
 
     def __init__(self, options: SupervisedOptions, tokenizer: PreTrainedTokenizerBase):
         self.micro_batch_limit = MicroBatchLimit()
-        self.scorers: dict[str, Reference] = {}
+        self.scorers: dict[str, FrozenScorer] = {}
         self.options, self.tokenizer = options, tokenizer
         rows = load_rows(
             options.dataset,
@@ -225,7 +225,7 @@ def _prompts_of(store: Any) -> Iterator[bytes]:
 # ---- models beside the trained one
 
 
-class Reference:
+class FrozenScorer:
     """A frozen model that scores beside the trained one: a reference, or a teacher.
 
     With LoRA the reference is the policy with its adapters off, so there is no second copy. With `offload` the model is

@@ -38,7 +38,7 @@ class LossTerm:
 def accumulate(
     model: PackedModel, mesh: Mesh, batches: Iterable[TokenBatch], count: int, share: Callable[[TokenBatch], LossTerm]
 ) -> dict[str, Any]:
-    """Add the gradients of `count` micro-batches to those that are there; comes back: the sums of their figures here.
+    """Add the gradients of `count` micro-batches to the accumulated ones; returns the sums of their figures here.
 
     Batches are taken one by one, after the backward pass of the one before. Where a model is split, gradients are
     summed over its processes in the last backward pass.

@@ -2,7 +2,7 @@ import pytest
 
 from trimtab.config.checks import settle
 from trimtab.config.jobs import PPOOptions
-from trimtab.distributed.ray.placement import CPU_SHARE, Engines, Layout, Node, Pool, missing, place, table
+from trimtab.distributed.ray.placement import CPU_SHARE, ClusterNode, Engines, Layout, Pool, missing, place, table
 from trimtab.errors import UserError
 from trimtab.plan.layouts import layout_of
 
@@ -154,10 +154,10 @@ def test_the_table_has_a_row_for_every_model_and_the_engines():
     ]
 
 
-def nodes(*gpus: int, resource: str = "GPU", cpus: float = 16) -> list[Node]:
+def nodes(*gpus: int, resource: str = "GPU", cpus: float = 16) -> list[ClusterNode]:
     """Named by their places, and given in an order that means nothing."""
     made = [
-        Node(f"n{at}", f"10.0.0.{at + 1}", {"CPU": cpus, **({resource: float(number)} if number else {})})
+        ClusterNode(f"n{at}", f"10.0.0.{at + 1}", {"CPU": cpus, **({resource: float(number)} if number else {})})
         for at, number in enumerate(gpus)
     ]
     return [*made[1::2], *made[::2]]
@@ -249,7 +249,7 @@ def test_what_fits_is_placed(sizes, engines, gpus):
 
 
 def test_a_node_without_processors_holds_nothing():
-    head = Node("head", "10.0.0.0", {"GPU": 8.0, "CPU": 0.0})
+    head = ClusterNode("head", "10.0.0.0", {"GPU": 8.0, "CPU": 0.0})
     assert set(taken(place(Layout(pools((1, 2)), None), [head, *nodes(2)]))) == {"n0"}
 
 

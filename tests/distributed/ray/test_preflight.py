@@ -10,7 +10,7 @@ import ray
 from tests.distributed.ray.test_placement import nodes
 from trimtab.config.jobs import PPOOptions
 from trimtab.distributed.ray import preflight as module
-from trimtab.distributed.ray.placement import Engines, Layout, Places, Pool
+from trimtab.distributed.ray.placement import Engines, Layout, Pool, RunPaths
 from trimtab.distributed.ray.preflight import inspector, preflight
 from trimtab.errors import UserError
 from trimtab.train.rl.checks import places_of
@@ -42,7 +42,9 @@ def places(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    return Places([("pretrain", str(model))], [], [("save_path", f"{tmp_path}/out"), ("ckpt_path", f"{tmp_path}/c/k")])
+    return RunPaths(
+        [("pretrain", str(model))], [], [("save_path", f"{tmp_path}/out"), ("ckpt_path", f"{tmp_path}/c/k")]
+    )
 
 
 def test_nodes_that_agree_and_share_are_cleared_and_nothing_is_left_behind(cluster, places, tmp_path):

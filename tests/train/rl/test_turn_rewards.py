@@ -16,7 +16,7 @@ from trimtab.config.jobs import PPOOptions
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl import token_advantages
-from trimtab.train.rl.experience import Experience, TimeOrder, Turns
+from trimtab.train.rl.experience import Experience, TimeOrder, TurnLayout
 from trimtab.train.rl.token_advantages import compute_advantages
 
 SAMPLES = 2
@@ -262,7 +262,7 @@ def test_tokens_of_a_branch_that_was_gone_on_with_later_come_later():
     # Its tokens are 1 2 5, 3 4, and the other episode's 7.
     assert time.order_N.tolist() == [0, 1, 3, 4, 2, 5] and time.owners_N.tolist() == [0, 0, 0, 0, 0, 1]
     assert time.remaining_N.tolist() == [4, 3, 2, 1, 0, 0]
-    assert Turns.of(experience).rewards_K.tolist() == [1.0, 2.0, 4.0, 0.0]
+    assert TurnLayout.of(experience).rewards_K.tolist() == [1.0, 2.0, 4.0, 0.0]
     experience.old_N, experience.reference_N = experience.sampled_N, experience.sampled_N - 0.5
     compute_advantages(experience, options_of("rloo"), kl_coefficient=0.2)
     kl = 0.1  # of each token

@@ -73,7 +73,7 @@ from ray.exceptions import AuthenticationError  # noqa: E402
 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
-    """Inside, Ray can be used. Signal handlers are to be installed inside: Ray replaces those that it finds."""
+    """Inside, Ray can be used. Install signal handlers inside: Ray replaces the ones it finds."""
     if ray.is_initialized():
         yield
         return
@@ -345,7 +345,7 @@ class RayLauncher(Launcher):
         return member.handle.join.remote(self.job, WorkerRank(rank, size, neighbours, threads), address, port)
 
     def _replace_engine(self, lost: EngineLost) -> None:
-        """Start other engines in the place of those that are gone, with the weights that all began with."""
+        """Replace lost engines by new ones, which have the initial weights."""
         assert self._apart is not None
         gone = [member for member in self._engines if member.rank == lost.rank or not self._workers.is_alive(member)]
         alive = {node.id for node in living_nodes()}

@@ -108,7 +108,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Places:
+class RunPaths:
     """What a run reads and writes: (option, local path) each."""
 
     read: Sequence[tuple[str, str]]
@@ -122,7 +122,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     id: str
     address: str
     resources: dict[str, float]  # all of the node's, taken or not
@@ -134,7 +134,7 @@ class WorkerBundle:
 
     rank: int
     pool: str
-    node: Node
+    node: ClusterNode
     bundle: int
 
 
@@ -142,13 +142,13 @@ class WorkerBundle:
 class Placement:
     resource: str | None  # one of RESOURCES; None: no accelerator in the cluster
     bundles: list[dict[str, float]]  # of one placement group
-    bundle_nodes: list[Node]  # where each bundle must be
+    bundle_nodes: list[ClusterNode]  # where each bundle must be
     workers: list[WorkerBundle]  # by rank
     engines: list[list[int]]  # bundles of each engine: one with all its devices, or a pool's, a device each
     share: float  # of a device, what each process in a pool's bundle takes: 1, or less where engines share it
 
 
-def place(layout: Layout, nodes: Sequence[Node]) -> Placement:
+def place(layout: Layout, nodes: Sequence[ClusterNode]) -> Placement:
     """Where everything goes; a UserError that says what is missing and which option to change."""
     for emptiest in (False, True):
         if (chosen := _choose_nodes(layout, nodes, emptiest)) is not None:
@@ -156,7 +156,7 @@ def place(layout: Layout, nodes: Sequence[Node]) -> Placement:
     raise UserError(missing(layout, nodes))
 
 
-def resource_of(nodes: Iterable[Node]) -> str | None:
+def resource_of(nodes: Iterable[ClusterNode]) -> str | None:
     """What Ray calls the accelerators of the cluster."""
     return next((name for name in RESOURCES if any(node.resources.get(name, 0) > 0 for node in nodes)), None)
 
@@ -183,13 +183,15 @@ def _demands(layout: Layout, accelerated: bool) -> list[_Demand]:
     return sorted(demands, key=lambda demand: (-demand.devices, -demand.nodes, -demand.processes))
 
 
-def _choose_nodes(layout: Layout, nodes: Sequence[Node], emptiest: bool) -> dict[str | None, list[Node]] | None:
+def _choose_nodes(
+    layout: Layout, nodes: Sequence[ClusterNode], emptiest: bool
+) -> dict[str | None, list[ClusterNode]] | None:
     """The nodes of every pool, and by None those of engines with their own devices: for each demand the fullest nodes
     that have room, or the emptiest. None: something does not fit."""
     resource = resource_of(nodes)
     devices = {node.id: node.resources.get(resource or "", 0) for node in nodes}
     cpus = {node.id: node.resources.get("CPU", 0) for node in nodes}
-    chosen: dict[str | None, list[Node]] = {None: []}
+    chosen: dict[str | None, list[ClusterNode]] = {None: []}
     for demand in _demands(layout, resource is not None):
         cpu = demand.processes * CPU_SHARE
         holding = [
@@ -208,7 +210,7 @@ def _choose_nodes(layout: Layout, nodes: Sequence[Node], emptiest: bool) -> dict
     return chosen
 
 
-def _by_address(node: Node) -> tuple[int, int, str, str]:
+def _by_address(node: ClusterNode) -> tuple[int, int, str, str]:
     try:
         address = ipaddress.ip_address(node.address)
         return (address.version, int(address), "", node.id)
@@ -216,12 +218,12 @@ def _by_address(node: Node) -> tuple[int, int, str, str]:
         return (9, 0, node.address, node.id)
 
 
-def _make_bundles(layout: Layout, chosen: dict[str | None, list[Node]], resource: str | None) -> Placement:
+def _make_bundles(layout: Layout, chosen: dict[str | None, list[ClusterNode]], resource: str | None) -> Placement:
     engines = layout.engines
     sharing = engines.pool if engines else None
     made = Placement(resource, [], [], [], [], 0.5 if sharing else 1.0)
 
-    def add(node: Node, devices: int, processes: int) -> int:
+    def add(node: ClusterNode, devices: int, processes: int) -> int:
         bundle = {"CPU": round(processes * CPU_SHARE, 4)}
         made.bundles.append(bundle | ({resource: float(devices)} if resource else {}))
         made.bundle_nodes.append(node)
@@ -244,7 +246,7 @@ def _make_bundles(layout: Layout, chosen: dict[str | None, list[Node]], resource
 # ---- what a cluster lacks
 
 
-def missing(layout: Layout, nodes: Sequence[Node], available: dict[str, float] | None = None) -> str:
+def missing(layout: Layout, nodes: Sequence[ClusterNode], available: dict[str, float] | None = None) -> str:
     """What the cluster lacks for the layout, and which option to change. `available`: what is free in all of it, where
     the nodes are enough in themselves."""
     resource = resource_of(nodes)

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trimtab.distributed.ray.placement import Layout, Node, Placement, Places, place
+from trimtab.distributed.ray.placement import ClusterNode, Layout, Placement, RunPaths, place
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 
@@ -27,7 +27,7 @@ TO_APPEAR = 15.0  # for a file that was written on one node to be seen on anothe
 RAYS_COPY = "_ray_pkg_"  # how Ray calls the folder that it copies a working directory to
 
 
-def preflight(layout: Layout, places: Places, stop: StopRequest | None = None) -> Placement:
+def preflight(layout: Layout, places: RunPaths, stop: StopRequest | None = None) -> Placement:
     """Where everything goes, when every node there is as it must be; else a UserError."""
     refuse_copies(places)
     nodes = living_nodes()
@@ -54,16 +54,16 @@ def preflight(layout: Layout, places: Places, stop: StopRequest | None = None) -
     return placement
 
 
-def living_nodes() -> list[Node]:
+def living_nodes() -> list[ClusterNode]:
     """The nodes of the cluster that this process has joined."""
     return [
-        Node(found["NodeID"], found["NodeManagerAddress"], dict(found["Resources"]))
+        ClusterNode(found["NodeID"], found["NodeManagerAddress"], dict(found["Resources"]))
         for found in ray.nodes()
         if found["Alive"]
     ]
 
 
-def refuse_copies(places: Places) -> None:
+def refuse_copies(places: RunPaths) -> None:
     """Refuse to write into Ray's copy of the working directory, which goes when the job ends."""
     for option, path in (*places.shared, *places.written):
         if any(part.startswith(RAYS_COPY) for part in _absolute(path).parts):
@@ -128,7 +128,9 @@ def _unanswered(folder: Path, token: str, node: str) -> str | None:
         time.sleep(0.2)
 
 
-def _inspect(nodes: Sequence[Node], request: dict[str, Any], stop: StopRequest | None) -> dict[str, dict[str, Any]]:
+def _inspect(
+    nodes: Sequence[ClusterNode], request: dict[str, Any], stop: StopRequest | None
+) -> dict[str, dict[str, Any]]:
     """What the nodes say, by their ids."""
     look = ray.remote(num_cpus=0, max_retries=0)(inspector())
     on = {node.id: NodeAffinitySchedulingStrategy(node.id, soft=False) for node in nodes}
@@ -219,7 +221,7 @@ def inspector() -> Callable[[dict[str, Any], str], dict[str, Any]]:
     return look
 
 
-def _name(node: Node, nodes: Sequence[Node]) -> str:
+def _name(node: ClusterNode, nodes: Sequence[ClusterNode]) -> str:
     alone = sum(other.address == node.address for other in nodes) == 1
     return node.address if alone else f"{node.address} ({node.id[:8]})"
 

@@ -9,7 +9,7 @@ In attention a process has the queries of its own tokens and gathers the keys an
 sees the sequence up to itself. The backward pass gives the gradients of keys and values back to their owners, summed.
 So shared prompts, windows, grouped heads and soft caps are what they are in a whole row. `stride` heads of keys are
 gathered at a time, the next ones while these are worked with, and nothing gathered is kept: the backward pass gathers
-and attends once more. What is kept falls with the number of processes, with gradient checkpointing and without.
+and attends once more. Saved activations shrink with the number of processes, with gradient checkpointing and without.
 
 Behind the last layer every process has the hidden states of its own tokens, and computes what it can from them:
 log-probs, scores, values. These are a few numbers for each token and are gathered, so that callers see the whole batch.
@@ -208,7 +208,7 @@ class ContextRow:
         self.longest_sequence = max(span.whole_length for span in spans)
         rows = pad(torch.from_numpy(shares.rows(peers.rank)), (0, self.padded - self.tokens))
         owner_T, place_T = shares.places()
-        self.rows = rows.to(device)  # of the whole row, those that this process works on; padded with the first
+        self.rows = rows.to(device)  # indices of this process's tokens in the whole row; padded with the first
         self.owner_T = torch.from_numpy(owner_T).to(device)
         self.place_T = torch.from_numpy(place_T).to(device)
         self._order_T = self.owner_T * self.padded + self.place_T  # where a token lies among all that are gathered
@@ -326,14 +326,14 @@ class TokenLocations:
 
 @dataclass
 class RowStates:
-    """Hidden states [N, D] of the tokens that a caller asked for: all of them, or those that are here."""
+    """Hidden states [N, D] of the requested tokens: all of them, or this process's."""
 
     states_ND: Tensor
-    routers: Routers  # of the row's tokens, or of those that are here
+    routers: Routers  # of all tokens of the row, or of this process's
     located: TokenLocations | None = None
 
     def own(self, values_N: Tensor) -> Tensor:
-        """Of values for all tokens that were asked for, those that belong to the hidden states."""
+        """The values of this process's tokens, out of those of all requested tokens."""
         return values_N if self.located is None else values_N.index_select(0, self.located.here)
 
     def whole(self, values: Tensor) -> Tensor:

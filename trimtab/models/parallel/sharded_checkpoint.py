@@ -267,7 +267,7 @@ class SafetensorsWriter:
         self._file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
     def close(self) -> None:
-        """What was written is on the disk when this returns."""
+        """The file is flushed to disk when this returns."""
         assert not self._expected, self._expected
         self._file.close()
         flush(self._path)

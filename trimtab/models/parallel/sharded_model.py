@@ -156,7 +156,7 @@ def check_parallel_options(pretrain: str, options: ShardingOptions, flag: str) -
 
 
 def _check_stride(text: Any, options: ShardingOptions, model: str) -> None:
-    """The heads of keys that are gathered together must divide those that each process has."""
+    """The key heads that are gathered together must divide the key heads of each process."""
     stride, parts = options.ring_head_stride, options.ds_tensor_parallel_size
     heads = text.num_attention_heads
     keys = next((found for name in KEY_VALUE_HEADS if (found := getattr(text, name, None))), heads)

@@ -297,7 +297,7 @@ class AsyncClient:
         return found
 
     def _answered(self, method: str, seconds: float) -> list[Any]:
-        """One result a part; None for a worker in its own process that has not answered after so many seconds."""
+        """One result a part; None for a worker in its own process that has not answered in time."""
         if not self.remote:
             return self.workers.one_per_part(self.workers.call(method))
         found = self.workers.start(method).poll(seconds)

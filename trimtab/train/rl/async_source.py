@@ -142,7 +142,7 @@ class Ledger:
         return {place: self.versions.pop(place) for place in chosen}
 
     def requeue(self, versions: dict[int, int], filtered: list[int], failed: list[int]) -> None:
-        """These were taken, and are not trained after all; `filtered`, `failed`: those that were before."""
+        """Give back groups that were taken and not trained; `filtered`, `failed`: the lists from before."""
         self.in_hand = False
         self.versions = dict(sorted((self.versions | versions).items()))
         self.finished.update(versions)
@@ -276,7 +276,7 @@ class AsyncSource(RolloutSource):
         return not news.stopped
 
     def _score(self) -> None:
-        """Rewards for finished groups; those that teach nothing make room."""
+        """Score finished groups; groups without a learning signal are replaced."""
         if not self.finished:
             return
         parts = list(self.finished.values())

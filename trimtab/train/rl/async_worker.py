@@ -67,7 +67,7 @@ class GroupScorer:
         if not self.rewards:
             return self._add(place, prompt_batch, rollouts, [])
         scorer = SampleScorer(self.rewards, prompt_batch, self.tokenizer)
-        assert scorer.concurrent, "a reward model is a role of its own"
+        assert scorer.concurrent, "a reward model is another role"
         # Text is made here: a tokenizer is not for many threads.
         self._threads.submit(self._score, place, scorer, scorer.request(rollouts), rollouts)
 
@@ -123,7 +123,7 @@ class GroupState:
 
     @property
     def open(self) -> list[Trajectory]:
-        """Those that have not finished."""
+        """Trajectories without a finish reason."""
         return [trajectory for own in self.trajectories for trajectory in own if trajectory.finish is None]
 
     @property
@@ -210,7 +210,7 @@ class AsyncRolloutWorker(RolloutWorker):
     def collect(
         self, *, seconds: float | None = None, at_once: bool = True
     ) -> Collected | RewardFailed | InsufficientMemory | None:
-        """What was finished and scored since the last time, after so many seconds or, `at_once`, as soon as there is a
+        """Groups finished and scored since the last call, after at most `seconds` or, `at_once`, as soon as there is a
         group; also where nothing is left to generate or to score. None: the run is to stop. Failures are returned as by
         `sample`; the groups are then still among the unfinished."""
         try:
@@ -225,7 +225,7 @@ class AsyncRolloutWorker(RolloutWorker):
 
     def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
         """Whether the engine is free for others by now, until the next `collect` or, in a thread, until `resume`.
-        `drained`: a thread first finishes what it has begun, if that takes no more than so many seconds."""
+        `drained`: a thread first finishes what it has begun, within `seconds`."""
         if (session := self._session) is not None:
             session.abort()
             while session.has_unfinished:
@@ -432,7 +432,7 @@ class ThreadedRolloutWorker(AsyncRolloutWorker):
         self._check()
 
     def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
-        """After so many seconds it may not be free, and `pause` can be called again."""
+        """Wait at most `seconds` for the engine to be free; `pause` can be called again."""
         with self._news:
             self._paused, self._drained = True, drained
             self._news.notify_all()

@@ -12,7 +12,7 @@ from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.launcher import Unit
-from trimtab.distributed.ray.placement import Places
+from trimtab.distributed.ray.placement import RunPaths
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.packed import PackedModel
@@ -217,9 +217,9 @@ def places_written(options: RLOptions) -> dict[str, str]:
 SHARED = ("save_path", "ckpt_path")
 
 
-def places_of(options: RLOptions) -> Places:
+def places_of(options: RLOptions) -> RunPaths:
     written = places_written(options) | {"ckpt_path": options.checkpoint_folder}
-    return Places(
+    return RunPaths(
         read=[(flag, path) for flag, path in _named(options) if os.path.exists(os.path.expanduser(path))],
         written=[(flag, path) for flag, path in written.items() if flag not in SHARED],
         shared=[(flag, written[flag]) for flag in SHARED],

@@ -73,7 +73,7 @@ class Trajectories:
     @cached_property
     def lengths_S(self) -> Tensor:
         """How many tokens the model drew."""
-        return totals(self.drawn_T, self.sequence_lengths_S)
+        return block_sums(self.drawn_T, self.sequence_lengths_S)
 
     @cached_property
     def starts_S(self) -> Tensor:
@@ -112,13 +112,13 @@ class Trajectories:
 
     @cached_property
     def costs(self) -> list[tuple[int, int, int]]:
-        """Of each sample: which prompt it has, the tokens of that, and those that follow."""
+        """Of each sample: its prompt's number, the prompt's tokens, and the response's."""
         after = (self.sequence_lengths_S - self.prompt_lengths_S).tolist()
         return list(zip(self.prompts, self.prompt_lengths_S.tolist(), after))
 
 
-def totals(values: Tensor, lengths_S: Tensor) -> Tensor:
-    """How many of the first so many, of the next so many, and so on, are true; of none, none."""
+def block_sums(values: Tensor, lengths_S: Tensor) -> Tensor:
+    """Integer sums over consecutive blocks of the given lengths; 0 for an empty block."""
     found_S, some_S = torch.zeros_like(lengths_S), lengths_S > 0
     starts = (lengths_S.cumsum(0) - lengths_S)[some_S].numpy()
     if len(starts):
@@ -477,7 +477,7 @@ def _order(experience: Experience) -> Tensor:
     """The drawn tokens in the order of time. Where no record says it, branches were drawn one after another."""
     if experience.episodes is None:
         return torch.arange(len(experience.sampled_N))
-    turns = Turns.of(experience)
+    turns = TurnLayout.of(experience)
     places_N = torch.arange(len(experience.sampled_N))
     order_N = joined(places_N, runs(turns.starts_K, turns.tokens_K + 1 - turns.starts_K))
     assert len(order_N) == len(places_N), "every drawn token is one of a turn"
@@ -485,7 +485,7 @@ def _order(experience: Experience) -> Tensor:
 
 
 @dataclass
-class Turns:
+class TurnLayout:
     """The K turns of the model in all episodes, in the order of time."""
 
     rewards_K: Tensor
@@ -494,7 +494,7 @@ class Turns:
     tokens_K: Tensor  # its last one
 
     @classmethod
-    def of(cls, experience: Experience) -> "Turns":
+    def of(cls, experience: Experience) -> "TurnLayout":
         assert experience.episodes is not None
         behind_prompt = (experience.offsets_S + experience.prompt_lengths_S).tolist()
         found: list[tuple[float, int, int, int]] = []

@@ -68,6 +68,7 @@ class RLRun:
         work = self.iteration
         if work is None:
             return None
+        self.before_updates(work, stop)
         for samples in self.mini_batches(work)[len(work.reports) :]:
             if stop.signal:
                 self.leave(stop)
@@ -95,6 +96,9 @@ class RLRun:
             self.score(experience)
         figures |= self.compute_advantages(experience)
         return self.iteration_class(experience, prompts, figures, seconds=seconds)
+
+    def before_updates(self, work: Iteration, stop: StopRequest) -> None:
+        """For methods that learn something else first, from the same prompts."""
 
     def sample(self, stop: StopRequest) -> Sampled | None:
         """Samples and their rewards. None: given up because the run is to stop."""

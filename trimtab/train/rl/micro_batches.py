@@ -36,7 +36,7 @@ from trimtab.train.micro_batch_limit import (
     Result,
     retry_smaller,
 )
-from trimtab.train.rl.experience import Experience, Trajectories, joined, runs, totals
+from trimtab.train.rl.experience import Experience, Trajectories, block_sums, joined, runs
 from trimtab.train.task import Totals
 
 
@@ -52,7 +52,7 @@ class TextBatch(TokenBatch):
 class Slice:
     ids_T: Tensor  # int32
     trained_T: Tensor
-    lengths_S: Tensor  # tokens that a sequence has of its own
+    lengths_S: Tensor  # tokens of a sequence after the shared prompt
     borrowed_S: Tensor  # tokens that it borrows from the one before
     samples: list[int]  # how many sequences each pass has
     weights: list[float]  # what each pass counts: 1 or 0
@@ -74,12 +74,12 @@ class Slice:
     @property
     def tokens(self) -> list[int]:
         """How many each pass has in its row."""
-        return _sums(self.lengths_S, self.samples)
+        return block_sums(self.lengths_S, torch.tensor(self.samples)).tolist()
 
     @property
     def trained(self) -> list[int]:
         """How many of them are trained."""
-        return _sums(self.trained_T, self.tokens)
+        return block_sums(self.trained_T, torch.tensor(self.tokens)).tolist()
 
 
 class AnswerSlice(Slice):
@@ -102,12 +102,6 @@ class TextSlice(Slice):
 
 def _slices(counts: list[int]) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise(itertools.accumulate(counts, initial=0))]
-
-
-def _sums(values: Tensor, counts: list[int]) -> list[int]:
-    """Of the first so many, the next so many, and so on; never of none."""
-    starts = [part.start for part in _slices(counts)]
-    return np.add.reduceat(values.numpy(), starts, dtype=np.int64).tolist()
 
 
 def make_slice(experience: Trajectories, passes: Sequence[Sequence[int] | None], *columns: str) -> AnswerSlice:
@@ -359,7 +353,7 @@ class MicroBatcher:
 def with_advantage(experience: Experience, samples: list[int]) -> list[int]:
     """The samples that have an advantage at some token; the others have no gradient from the policy loss."""
     assert experience.advantages_N is not None
-    found = totals(experience.advantages_N != 0, experience.lengths_S).tolist()
+    found = block_sums(experience.advantages_N != 0, experience.lengths_S).tolist()
     return [i for i in samples if found[i]]
 
 

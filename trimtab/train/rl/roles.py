@@ -23,7 +23,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.config.sources import listed
 from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
 from trimtab.distributed.fsdp import GRADIENT_DTYPES
-from trimtab.distributed.launcher import Place, Unit
+from trimtab.distributed.launcher import RoleContext, Unit
 from trimtab.distributed.process_group import Peers
 from trimtab.distributed.ray.placement import Layout
 from trimtab.distributed.weight_transfer import TransferSender
@@ -47,7 +47,7 @@ from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.rollout_worker import RolloutWorker
 from trimtab.train.rl.state import Roles
 from trimtab.train.rl.trainer import CriticTrainer, PolicyTrainer, ReferenceRole, RewardModels
-from trimtab.train.task import Reference
+from trimtab.train.task import FrozenScorer
 
 
 def make_episode_engine(
@@ -127,7 +127,7 @@ def contents_of_environment(options: RLOptions) -> dict[str, str]:
 # ---- how roles are built
 
 
-def build_actor(options: RLOptions, place: Place) -> dict[str, Any]:
+def build_actor(options: RLOptions, place: RoleContext) -> dict[str, Any]:
     tokenizer = load_job_tokenizer(options)
     loaded = load_policy(options, place.device, place.mesh)
     roles: dict[str, Any] = {"actor": actor_of(options, loaded, tokenizer, place)}
@@ -140,7 +140,7 @@ def build_actor(options: RLOptions, place: Place) -> dict[str, Any]:
     return roles
 
 
-def build_engine_rollouts(options: RLOptions, place: Place) -> dict[str, Any]:
+def build_engine_rollouts(options: RLOptions, place: RoleContext) -> dict[str, Any]:
     """An engine apart from the policy: it begins with the weights that the policy begins with, and is sent others."""
     tokenizer = load_job_tokenizer(options)
     engine = build_vllm_engine(options.pretrain, tokenizer, **engine_settings(options, place))
@@ -150,15 +150,15 @@ def build_engine_rollouts(options: RLOptions, place: Place) -> dict[str, Any]:
     return {"rollouts": kind(engine, rewards, tokenizer, stopped, player=player)}
 
 
-def build_reference(options: RLOptions, place: Place) -> dict[str, Any]:
+def build_reference(options: RLOptions, place: RoleContext) -> dict[str, Any]:
     return {"reference": scorer(options, place)}
 
 
-def build_teacher(options: RLOptions, place: Place) -> dict[str, Any]:
+def build_teacher(options: RLOptions, place: RoleContext) -> dict[str, Any]:
     return {"teacher": scorer(options, place, pretrain=options.teacher_model)}
 
 
-def build_critic(options: RLOptions, place: Place) -> dict[str, Any]:
+def build_critic(options: RLOptions, place: RoleContext) -> dict[str, Any]:
     tokenizer = load_job_tokenizer(options)
     name, _ = critic_start(options, tokenizer)
     tokenizer = copy.deepcopy(tokenizer)  # a classifier may need another padding token
@@ -170,7 +170,7 @@ def build_critic(options: RLOptions, place: Place) -> dict[str, Any]:
     return {"critic": CriticTrainer(options, loaded.model, optimizer, tokenizer, place.device, place.mesh)}
 
 
-def build_reward_models(options: RLOptions, place: Place) -> dict[str, Any]:
+def build_reward_models(options: RLOptions, place: RoleContext) -> dict[str, Any]:
     models = reward_models(options, place.device, load_job_tokenizer(options), place.mesh)
     return {"reward": RewardModels(models, options, place.mesh)}
 
@@ -183,7 +183,7 @@ def has_reference(options: RLOptions) -> bool:
 
 
 def actor_of(
-    options: RLOptions, loaded: Loaded, tokenizer: Any, place: Place, kind: type[PolicyTrainer] = PolicyTrainer
+    options: RLOptions, loaded: Loaded, tokenizer: Any, place: RoleContext, kind: type[PolicyTrainer] = PolicyTrainer
 ) -> PolicyTrainer:
     optimizer = make_optimizer(options, loaded.model.model, options.actor_learning_rate, place)
     actor = kind(options, loaded.model, optimizer, tokenizer, place.device, place.mesh)
@@ -197,7 +197,9 @@ def weight_export(options: RLOptions, policy: Policy) -> WeightExport:
     return WeightExport(policy, bf16=options.bf16, adapters=options.vllm_sync_lora == "adapter")
 
 
-def rollouts_of(options: RLOptions, policy: Policy, rewards: Parts, tokenizer: Any, place: Place) -> RolloutWorker:
+def rollouts_of(
+    options: RLOptions, policy: Policy, rewards: Parts, tokenizer: Any, place: RoleContext
+) -> RolloutWorker:
     engine: Engine
     if options.uses_vllm:
         settings = engine_settings(options, place)
@@ -218,7 +220,7 @@ def rollouts_of(options: RLOptions, policy: Policy, rewards: Parts, tokenizer: A
     return kind(engine, rewards, tokenizer, stopped, place.mesh.tensor, player=player)
 
 
-def engine_settings(options: RLOptions, place: Place) -> dict[str, Any]:
+def engine_settings(options: RLOptions, place: RoleContext) -> dict[str, Any]:
     """Of a vLLM engine."""
     return {
         "bf16": options.bf16,
@@ -237,15 +239,15 @@ def engine_settings(options: RLOptions, place: Place) -> dict[str, Any]:
 
 
 def scorer(
-    options: RLOptions, place: Place, policy: Loaded | None = None, pretrain: str | None = None
+    options: RLOptions, place: RoleContext, policy: Loaded | None = None, pretrain: str | None = None
 ) -> ReferenceRole:
     """A frozen model that scores the policy's tokens: what the policy was at the start, unless another is named."""
     offload = options.ref_reward_offload
-    reference = Reference(options, policy, place.device, place.mesh, pretrain=pretrain, offload=offload)
+    reference = FrozenScorer(options, policy, place.device, place.mesh, pretrain=pretrain, offload=offload)
     return ReferenceRole(reference, options, place.mesh, "reference" if pretrain is None else "teacher")
 
 
-def make_optimizer(options: RLOptions, model: nn.Module, learning_rate: float, place: Place) -> Optimizer:
+def make_optimizer(options: RLOptions, model: nn.Module, learning_rate: float, place: RoleContext) -> Optimizer:
     """How many steps it will have, its learner is told later."""
     return Optimizer(
         model,

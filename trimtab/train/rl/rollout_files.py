@@ -41,7 +41,7 @@ from trimtab.train.rl.experience import FINISHES, Experience
 GROUPS = 2  # of an iteration
 EVALUATION_GROUPS = 4
 MOST_ANSWERS = 16  # of a group
-MOST_ITERATIONS = 50  # about so many keep groups, and the first ten
+MOST_ITERATIONS = 50  # about this many iterations keep groups, and the first ten
 BINS = 12
 MOST_PROMPTS = 256
 SCRAMBLE = 2654435761  # Knuth's multiplier: neighbours in the file come far apart

@@ -31,7 +31,7 @@ from trimtab.train.rl.experience import Experience
 class FailedGroup:
     """A group that is left out because its environment failed, retries and all. No score is made up."""
 
-    prompt: int  # which of those that were asked for; of a group in flight its place
+    prompt: int  # index of its prompt in the request; of a group in flight its place
     problem: str  # of one of its episodes
     episodes: int = 1  # that failed
 

@@ -329,7 +329,7 @@ class SyncSource(RolloutSource):
 
 
 def useful_groups(experience: Experience, options: RLOptions) -> list[int]:
-    """Those that --dynamic_filtering keeps."""
+    """The groups that --dynamic_filtering keeps."""
     if not options.dynamic_filtering:
         return list(range(experience.groups))
     groups_E, scores_E, drawn_E = experience.groups_E, experience.scores_S[experience.firsts_E], experience.drawn_E

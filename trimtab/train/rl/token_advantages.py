@@ -39,7 +39,7 @@ from trimtab.algos.group_rewards import (
 )
 from trimtab.algos.policy_losses import explained_variance, kl_estimate
 from trimtab.config.jobs import RLOptions
-from trimtab.train.rl.experience import Experience, TimeOrder, Turns
+from trimtab.train.rl.experience import Experience, TimeOrder, TurnLayout
 
 
 def penalties(experience: Experience, options: RLOptions) -> Tensor:
@@ -64,7 +64,7 @@ def compute_advantages(
     rewards_E, groups_E = experience.rewards_S[experience.firsts_E] - penalty_E, experience.groups_E
     if moments is not None:
         rewards_E = whiten_with_moments(rewards_E, moments)
-    turns = Turns.of(experience) if options.turn_reward == "returns" and experience.episodes is not None else None
+    turns = TurnLayout.of(experience) if options.turn_reward == "returns" and experience.episodes is not None else None
     if turns is not None and moments is not None:
         turns.rewards_K = whiten_with_moments(turns.rewards_K, moments, centred=False)
     shaped_E, unit_E = against_groups(rewards_E, groups_E, drawn_E, turns, estimator.group)
@@ -133,7 +133,7 @@ def compute_advantages(
 
 
 def against_groups(
-    rewards_E: Tensor, groups_E: Tensor, drawn_E: Tensor, turns: Turns | None, by: str
+    rewards_E: Tensor, groups_E: Tensor, drawn_E: Tensor, turns: TurnLayout | None, by: str
 ) -> tuple[Tensor, Tensor]:
     """Every reward as its group's others let it appear, and what a reward of 1 has become in that: 0 where there are no
     others and the estimator needs them."""

@@ -39,7 +39,7 @@ from trimtab.train.optimizer import Optimizer, WeightAverage
 from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_loss_term, text_loss_term, value_loss_term
 from trimtab.train.run_directory import names_fingerprint
-from trimtab.train.task import Reference
+from trimtab.train.task import FrozenScorer
 from trimtab.train.update import LossTerm, Totals, accumulate
 
 RoleModel = tuple[PackedModel, Device, Sequence[AtWork]]
@@ -237,7 +237,7 @@ class PolicyTrainer(Trainer):
     def hide_average(self) -> None:
         self._shown.close()
 
-    # ---- engines in their own processes: all processes of a split policy gather, those that have a link send
+    # ---- engines in their own processes: all ranks of a sharded policy gather, ranks with a link send
 
     def offer_link(self) -> dict[str, Any]:
         """Where to connect to, and what will be sent."""
@@ -280,7 +280,7 @@ class CriticTrainer(Trainer):
 
 
 class ReferenceRole(ModelRole):
-    def __init__(self, reference: Reference, options: RLOptions, mesh: Mesh, called: str):
+    def __init__(self, reference: FrozenScorer, options: RLOptions, mesh: Mesh, called: str):
         self.reference, self.options, self.mesh, self.called = reference, options, mesh, called
 
     def models(self) -> list[RoleModel]:

@@ -26,7 +26,7 @@ from trimtab.algos.policy_losses import reinforce_loss
 from trimtab.config.jobs import TailOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.fsdp import whole
-from trimtab.distributed.launcher import Place, Unit
+from trimtab.distributed.launcher import RoleContext, Unit
 from trimtab.models.load import load_policy
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
@@ -159,7 +159,7 @@ class TwistModelTrainer(ProposalTrainer):
 HEAD_LAYERS = {"modulation_linear_head": 1, "modulation_nn_head": 3}
 
 
-def build_actor(options: TailOptions, place: Place) -> dict[str, Any]:
+def build_actor(options: TailOptions, place: RoleContext) -> dict[str, Any]:
     tokenizer = load_job_tokenizer(options)
     loaded = load_policy(options, place.device, place.mesh)
     borrowing = None
@@ -183,7 +183,7 @@ def build_actor(options: TailOptions, place: Place) -> dict[str, Any]:
     return roles
 
 
-def build_start(options: TailOptions, place: Place) -> dict[str, Any]:
+def build_start(options: TailOptions, place: RoleContext) -> dict[str, Any]:
     return {"start": scorer(options, place)}
 
 
@@ -200,7 +200,7 @@ def _proposal(
     rewards: Parts,
     options: TailOptions,
     tokenizer: Any,
-    place: Place,
+    place: RoleContext,
 ) -> tuple[ProposalTrainer, Any]:
     """Its learner, and what answers prompts with it."""
 
@@ -224,7 +224,9 @@ def _proposal(
     return learner(ProposalTrainer, second), answering(second)
 
 
-def _second_model(options: TailOptions, place: Place, within: Callable[[Policy], Any] = lambda policy: policy) -> Any:
+def _second_model(
+    options: TailOptions, place: RoleContext, within: Callable[[Policy], Any] = lambda policy: policy
+) -> Any:
     """From the same weights as the policy, and trained in full."""
     whole = dataclasses.replace(options, lora_rank=0)
     return load_policy(whole, place.device, place.mesh, within=within).model

@@ -172,20 +172,14 @@ class TailRun(RLRun):
 
     # ---- the proposal's
 
-    def iterate(self, stop: StopRequest) -> dict | None:
-        if self.iteration is None:
-            self.iteration = self.begin(stop)
-        work = self.iteration
-        if work is None:
-            return None
+    def before_updates(self, work: Iteration, stop: StopRequest) -> None:
         assert isinstance(work, TailIteration)
         rounds = 0 if self.roles.proposal is None else self.options.proposal_updates
         while len(work.proposal_reports) < rounds:
             self.update_proposal(work, stop)
-        return super().iterate(stop)
 
     def update_proposal(self, work: TailIteration, stop: StopRequest) -> None:
-        """One update of the proposal, on answers of its own to the same prompts."""
+        """One update of the proposal, on its answers to the same prompts."""
         if stop.signal:
             self.leave(stop)
         with timed(work.seconds, "rollout"):
