@@ -28,7 +28,7 @@ def test_a_step_begins_with_what_the_table_says():
     pages = table[:, COLUMNS:].gather(1, (positions // page_size)[:, None])[:, 0].masked_fill(over, 0)
     assert torch.equal(found.stream_BD, embedding[table[:, 0]])
     assert all(torch.equal(a, b[positions]) for a, b in zip(found.angles, angles))
-    assert torch.equal(found.places_B, pages * page_size + positions % page_size)
+    assert torch.equal(found.slot_mapping_B, pages * page_size + positions % page_size)
     assert torch.equal(found.lengths_B, positions + 1)
 
 
