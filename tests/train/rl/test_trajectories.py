@@ -19,7 +19,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.rl.experience import Experience, totals
+from trimtab.train.rl.experience import Experience, block_sums
 from trimtab.train.rl.micro_batches import make_slice
 from trimtab.train.rl.objective import policy_loss_term
 from trimtab.train.rl.source import Recording
@@ -215,7 +215,7 @@ def test_a_checkpoint_inside_an_iteration_of_an_earlier_version_is_refused_in_on
     assert "earlier version" in told and "the checkpoint before it" in told
 
 
-def test_totals_of_runs_of_any_length_also_of_none():
+def test_sums_of_blocks_of_any_length_also_of_none():
     values = torch.tensor([True, False, True, True, False, True])
-    assert totals(values, torch.tensor([0, 2, 0, 3, 1, 0])).tolist() == [0, 1, 0, 2, 1, 0]
-    assert totals(values[:0], torch.tensor([0, 0])).tolist() == [0, 0]
+    assert block_sums(values, torch.tensor([0, 2, 0, 3, 1, 0])).tolist() == [0, 1, 0, 2, 1, 0]
+    assert block_sums(values[:0], torch.tensor([0, 0])).tolist() == [0, 0]
