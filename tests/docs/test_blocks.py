@@ -86,7 +86,7 @@ def understood(monkeypatch):
 
 def test_every_block_is_run_by_a_test_or_says_why_not():
     found = [block for path in PAGES for block in blocks_of(path)]
-    assert len(PAGES) > 40 and 2 * len(found) == sum(path.read_text().count("\n```") for path in PAGES)
+    assert len(PAGES) > 30 and 2 * len(found) == sum(path.read_text().count("\n```") for path in PAGES)
     wrong = {block.place: told for block in found if (told := not_run(block))}
     assert not wrong, "\n".join(f"{place}: {told}" for place, told in wrong.items())
 
