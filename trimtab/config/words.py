@@ -228,20 +228,23 @@ def dotted() -> str:
 def page() -> str:
     """docs/words.md."""
     lines = [
-        "# Other tools' words",
+        "# Options of other tools",
         "",
-        "What TRL, verl and others call things, and what leads to the same here. Error messages know this table too:",
-        "it is that of `trimtab/config/words.py`. OpenRLHF's names are ours, the newer, dotted ones too, and many of",
-        "TRL's are accepted as they are: `--help all` shows them as `also --NAME`. For whoever comes from",
-        "[TRL](from_trl.md), [OpenRLHF](from_openrlhf.md), [verl](from_verl.md) or [prime-rl](from_prime_rl.md) a page",
-        "translates a command and says what differs by default.",
-        "",
-        "| tool | word | here | |",
-        "|---|---|---|---|",
-        *(f"| {w.tool} | `{w.word}` | `{w.ours}` | {'the same' if w.exact else 'leads there'} |" for w in WORDS),
-        "",
-        "| in place of a verb | is meant |",
-        "|---|---|",
-        *(f"| `{word}` | {meant} |" for word, meant in VERBS.items()),
+        "What leads to the same here; ≈ where the value or its unit is another. Error messages name unknown options",
+        "from this table. OpenRLHF's options and many of TRL's are accepted as they are: `--help all` shows them as",
+        "`also --NAME`. For a command translated and different defaults: [TRL](from_trl.md),",
+        "[OpenRLHF](from_openrlhf.md), [verl](from_verl.md), [prime-rl](from_prime_rl.md).",
     ]
+    for tool in dict.fromkeys(word.tool for word in WORDS):
+        rows: dict[str, list[str]] = {}
+        for word in WORDS:
+            if word.tool == tool:
+                rows.setdefault(f"{'' if word.exact else '≈ '}`{word.ours}`", []).append(f"`{word.word}`")
+        lines += ["", f"## {tool}", "", "| theirs | here |", "|---|---|"]
+        lines += [f"| {', '.join(names)} | {ours} |" for ours, names in rows.items()]
+    verbs: dict[str, list[str]] = {}
+    for verb, meant in VERBS.items():
+        verbs.setdefault(meant, []).append(f"`{verb}`")
+    lines += ["", "## Commands", "", "| in place of a verb | here |", "|---|---|"]
+    lines += [f"| {', '.join(names)} | {meant} |" for meant, names in verbs.items()]
     return "\n".join(lines) + "\n"
