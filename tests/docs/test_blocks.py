@@ -20,7 +20,7 @@ from trimtab.embedded import sort_task
 
 RUN_BY = {
     **dict.fromkeys(
-        ["sft", "reward_model", "process_reward", "dpo", "kto", "rewards", "generate", "rl", "plan", "performance"],
+        ["sft", "reward_model", "process_reward", "dpo", "kto", "rewards", "generate", "rl", "plan"],
         "tests/embedded/test_docs_commands.py",
     ),
     **dict.fromkeys(["distillation", "serve", "rollout"], "tests/embedded/test_docs_commands.py"),

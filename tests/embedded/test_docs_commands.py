@@ -34,8 +34,7 @@ LEFT_BY = {  # page: what its commands must have made
         "my-grpo/comparison.html",
         "my-resumable-grpo/report.html",
     ],
-    "plan": ["my-planned-model/report.html", "my-seed-1/comparison.html"],
-    "performance": ["my-timed-grpo/report.html"],
+    "plan": ["my-planned-model/report.html"],
     "distillation": ["my-student/model.safetensors", "my-third-student/metrics.jsonl"],
 }
 

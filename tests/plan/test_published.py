@@ -1,4 +1,4 @@
-"""What docs/performance.md says of published figures is what the code says now, and its factor holds."""
+"""What docs/plan.md says of published figures is what the code says now, and its factor holds."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ from trimtab.plan.workload import supposed, write_config
 
 PUBLISHED = {"7B": (16, 471.11), "13B": (32, 608.93), "34B": (32, 1526.4), "70B": (32, 4488.53)}  # GPUs, seconds
 FACTOR = 1.6
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 WORDS = """--ray --bf16 --zero_stage 3 --adam_offload --gradient_checkpointing --rollout_batch_size 1024
     --train_batch_size 128 --prompt_max_len 1024 --generate_max_len 1024"""
 

@@ -23,8 +23,7 @@ By cause, in one process and of one model (`Cost`):
 A token's forward pass is 2 operations a multiplied weight, and 2 x length x width a layer for attention. A token's
 activations are counted in a fake pass of the trained model, and are as layers x width for other models. The loop asks
 one role after the other, so that seconds add up also where roles have devices of their own. Rates of one device were
-fitted to passes of four Llama shapes on one H200 (docs/plan.md), those of several to published figures
-(docs/performance.md). It is an estimate for choosing between settings, good to a factor of two.
+fitted to passes of four Llama shapes on one H200, those of several to published figures (docs/plan.md). It is an estimate for choosing between settings, good to a factor of two.
 """
 
 import math
