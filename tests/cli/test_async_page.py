@@ -8,7 +8,7 @@ from tests.train.rl.async_run import check_ledger
 from tests.train.rl.rl_run import PROMPTS, write_task
 from trimtab.cli.main import main
 from trimtab.config.catalogue import find
-from trimtab.report.read import read_run
+from trimtab.report.run_data import read_run
 
 OF_BENCHMARKS = {"seeds", "picture"}
 

@@ -60,8 +60,8 @@ from trimtab.config.checks import check
 from trimtab.config.help import help_text
 from trimtab.config.jobs import GRPOOptions
 from trimtab.errors import UserError
-from trimtab.report.read import read_run
-from trimtab.report.subject import job_name
+from trimtab.report.run_data import read_run
+from trimtab.report.summary import job_name
 from trimtab.train.rl.token_advantages import shape
 
 def refusal(**options):

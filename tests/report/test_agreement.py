@@ -8,8 +8,8 @@ import pytest
 
 from tests.report.pages import write_metrics, write_run
 from trimtab.errors import UserError
-from trimtab.report.agreement import Errors, Judged, joined
-from trimtab.report.read import read_run
+from trimtab.report.judgement import Errors, Judged, joined
+from trimtab.report.run_data import read_run
 
 LOSS = Judged("loss", "loss")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.report.live_runs import EVIL, rl_run, served
 from tests.report.pages import FIGURES, write_episode_run, write_rl_run, write_run
 from trimtab.report.comparison import write_comparison
 from trimtab.report.page import write_report
@@ -156,3 +157,14 @@ def test_a_filter_of_answers_hides_the_others_without_a_script(pages, tmp_path):
     (tmp_path / "ticked.html").write_text(ticked + look)
     seen = chromium(tmp_path / "profile", "--dump-dom", (tmp_path / "ticked.html").as_uri()).stdout
     assert "<title>true,false</title>" in seen
+
+
+def test_the_script_runs_and_what_a_model_wrote_does_not(tmp_path):
+    with served(rl_run(tmp_path / "grpo", response=EVIL)) as client:
+        alone = "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
+        found = chromium(tmp_path / "profile", alone, "--dump-dom", f"{client.base_url}/run/1")
+    page = found.stdout
+    assert " ago</time>" in page and '<div id="controls" class="following">' in page
+    assert page.count("<script") == 1 and "<img" not in page and "alert(1)" in page
+    complaints = [line for line in found.stderr.splitlines() if "CONSOLE" in line]
+    assert complaints == [], complaints

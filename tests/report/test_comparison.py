@@ -6,9 +6,8 @@ import pytest
 
 from tests.report.pages import Checked, step_row, write_metrics, write_rl_run, write_run
 from trimtab.cli import main as trimtab_main
-from trimtab.report.columns import columns_of, names_of
-from trimtab.report.comparison import comparability, write_comparison
-from trimtab.report.read import read_run
+from trimtab.report.comparison import columns_of, comparability, names_of, write_comparison
+from trimtab.report.run_data import read_run
 
 
 def compare(*folders) -> str:

@@ -5,9 +5,8 @@ import re
 import pytest
 
 from tests.report.pages import Checked, write_episode_run
-from trimtab.report.conversations import MOST_TURNS, conversation
 from trimtab.report.page import write_report
-from trimtab.report.rollouts import card
+from trimtab.report.rollouts import MOST_TURNS, card, conversation
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,8 @@ from itertools import pairwise
 
 import pytest
 
-from trimtab.report.axes import axis_labels, nice_ticks
-from trimtab.report.curves import Line, chart, smooth, thin
-from trimtab.report.numbers import percent, short_number
+from trimtab.report.charts import Line, axis_labels, chart, nice_ticks, smooth, thin
+from trimtab.report.formatting import percent, short_number
 
 
 def test_smoothing_keeps_a_straight_line_and_averages_noise():

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from trimtab.report.findings import findings
-from trimtab.report.read import Run
+from trimtab.report.run_data import RunData
 
 
-def run_of(losses, folder: Path, data: dict | None = None, job: str = "sft", **columns) -> Run:
+def run_of(losses, folder: Path, data: dict | None = None, job: str = "sft", **columns) -> RunData:
     (folder / "config.json").write_text("{}")
     rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
     for name, values in columns.items():
         for row, value in zip(rows, values):
             row[name] = value
-    return Run(folder, rows=rows, manifest={"data": data or {}}, job=job)
+    return RunData(folder, rows=rows, manifest={"data": data or {}}, job=job)
 
 
 FALLING = [3.0 - step / 20 for step in range(40)]
@@ -65,10 +65,10 @@ def test_a_run_without_model_or_steps_is_called_unfinished(tmp_path):
     assert "no saved model" in findings(run)[0]
     run.manifest["steps"] = 41
     assert "Step 40 of 41" in findings(run)[0]
-    assert findings(Run(tmp_path)) == ["No optimiser step is recorded yet."]
+    assert findings(RunData(tmp_path)) == ["No optimiser step is recorded yet."]
 
 
 def test_the_ends_of_a_curve_are_means_of_its_first_and_last_tenth(tmp_path):
     assert run_of([5.0, 3.0] + [1.0] * 16 + [0.2, 0.4], tmp_path).ends("loss") == (4.0, pytest.approx(0.3))
     assert run_of([5.0], tmp_path).ends("loss") == (5.0, 5.0)
-    assert Run(tmp_path).ends("loss") is None
+    assert RunData(tmp_path).ends("loss") is None

@@ -7,10 +7,10 @@ import pytest
 
 from tests.report.pages import FIGURES, Checked, write_run
 from trimtab.report.comparison import write_comparison
-from trimtab.report.figures import OBJECTIVES
 from trimtab.report.page import write_report
-from trimtab.report.read import read_run
-from trimtab.report.settings import chosen_options, differing_options
+from trimtab.report.panels import OBJECTIVES
+from trimtab.report.run_data import read_run
+from trimtab.report.summary import chosen_options, differing_options
 
 
 def page_of(folder) -> str:

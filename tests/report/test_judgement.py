@@ -13,8 +13,8 @@ from trimtab.config.agents import AgentTrainingOptions
 from trimtab.config.asynchronous import AsyncOptions
 from trimtab.config.placement import ClusterOptions
 from trimtab.config.rl import EngineOptions
-from trimtab.report.differences import OF_THE_DEVICE
-from trimtab.report.read import read_run
+from trimtab.report.judgement import OF_THE_DEVICE
+from trimtab.report.run_data import read_run
 from trimtab.train.run_directory import WITHOUT_EFFECT
 
 SETTINGS = {"learning_rate": 1e-4, "train_batch_size": 8, "max_epochs": 1}

@@ -8,9 +8,9 @@ import pytest
 
 from tests.report.pages import Checked, write_async_run, write_metrics, write_rl_run
 from trimtab.report.findings import findings
-from trimtab.report.lanes import common, joined, lanes_of, length
 from trimtab.report.page import write_report
-from trimtab.report.read import Run, Span, read_run
+from trimtab.report.run_data import RunData, TimeSpan, read_run
+from trimtab.report.time_line import common, covered, lanes_of, length
 
 
 def page_of(folder) -> str:
@@ -109,18 +109,21 @@ def test_covered_time_against_counting_every_moment():
     draw = random.Random(1)
     for _ in range(50):
         parts = [
-            [Span("engine 0", "writing", begin := draw.randrange(50), begin + draw.randrange(9), 1) for _ in range(6)]
+            [
+                TimeSpan("engine 0", "writing", begin := draw.randrange(50), begin + draw.randrange(9), 1)
+                for _ in range(6)
+            ]
             for _ in range(2)
         ]
         moments = [{m for span in part for m in range(int(span.begin), int(span.end))} for part in parts]
-        first, second = map(joined, parts)
+        first, second = map(covered, parts)
         assert length(first) == len(moments[0])
         assert length(common(first, second)) == length(common(second, first)) == len(moments[0] & moments[1])
 
 
 def test_lanes_are_ordered_by_kind_and_number():
     names = ["rewards 0", "engine 10", "engine 2", "trainer", "other"]
-    assert lanes_of(Span(name, "x", 0, 1, 1) for name in names) == [
+    assert lanes_of(TimeSpan(name, "x", 0, 1, 1) for name in names) == [
         "trainer",
         "engine 2",
         "engine 10",
@@ -129,10 +132,10 @@ def test_lanes_are_ordered_by_kind_and_number():
     ]
 
 
-def run_of(folder, **figures: float) -> Run:
+def run_of(folder, **figures: float) -> RunData:
     (folder / "config.json").write_text("{}")
     rows = [{"step": step, "tokens": 100, **figures} for step in range(1, 31)]
-    return Run(folder, rows=rows, job="grpo")
+    return RunData(folder, rows=rows, job="grpo")
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.report.test_findings import FALLING, run_of
+from trimtab.report.distributions import Accuracy
 from trimtab.report.findings import findings
-from trimtab.report.rewards import Accuracy
 
 ZERO = [0.0] * 40
 GROWING = [step / 20 for step in range(40)]

@@ -10,9 +10,7 @@ import yaml
 from trimtab.cli.main import main
 from trimtab.errors import UserError
 from trimtab.evaluate.tail_files import Analytic, HeldOut, write_analytic, write_held_out
-from trimtab.report.manifest import read_manifest
-from trimtab.report.outcomes import curves, points
-from trimtab.report.plots import curves_figure, frontier_figure, save
+from trimtab.report.experiment import curves, curves_figure, frontier_figure, points, read_manifest, save
 
 SEEDS = [1, 2, 12]
 

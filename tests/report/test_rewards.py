@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from trimtab.report.read import Run
-from trimtab.report.rewards import accuracy_of, calibration, calibration_bins, histogram, reward_section
+from trimtab.report.distributions import accuracy_of, calibration, calibration_bins, histogram, reward_section
+from trimtab.report.run_data import RunData
 
 ODDS = math.log(0.8 / 0.2)  # a difference of rewards at which the model is 80 % sure
 
@@ -56,14 +56,14 @@ def test_odd_rewards_are_drawn_all_the_same(pairs):
 
 def test_words_say_whether_pairs_were_held_out_and_how_sure_the_model_is(tmp_path):
     stored = {"source": "evaluation", "chosen_rejected": [[ODDS, 0.0]] * 80 + [[0.0, ODDS]] * 20}
-    section = reward_section(Run(tmp_path, rewards=stored)).replace("\u00a0", " ")
+    section = reward_section(RunData(tmp_path, rewards=stored)).replace("\u00a0", " ")
     assert "higher reward in 80 of 100 held-out pairs: 80 % (95 % interval 71.1 % to 86.7 %)" in section
     assert "on average 80 % sure of its choice, which fits" in section and "trained on" not in section
     stored = {"source": "training", "chosen_rejected": [[4.0, 0.0]] * 80 + [[0.0, 4.0]] * 20}
-    section = reward_section(Run(tmp_path, rewards=stored))
+    section = reward_section(RunData(tmp_path, rewards=stored))
     assert "surer than it should be" in section and "These pairs were trained on" in section
     stored["chosen_rejected"] = [[0.1, 0.0]] * 100
-    assert "less sure than it could be" in reward_section(Run(tmp_path, rewards=stored))
+    assert "less sure than it could be" in reward_section(RunData(tmp_path, rewards=stored))
 
 
 def test_rewards_that_cannot_be_read_leave_the_section_out(tmp_path):
@@ -72,4 +72,4 @@ def test_rewards_that_cannot_be_read_leave_the_section_out(tmp_path):
         {"chosen_rejected": 3},
         {"chosen_rejected": [[1], "x", [None, 1], [float("nan"), 2], [1, 2, 3]]},
     ):
-        assert reward_section(Run(tmp_path, rewards=broken)) == ""
+        assert reward_section(RunData(tmp_path, rewards=broken)) == ""

@@ -9,13 +9,12 @@ import pytest
 from tests.report.pages import Checked, rl_evaluation, rl_row, write_metrics, write_rl_run, write_run
 from trimtab.cli.main import main
 from trimtab.config import jobs
-from trimtab.report.browser import edges_of
 from trimtab.report.comparison import comparability, write_comparison
-from trimtab.report.figures import objective_pictures
 from trimtab.report.page import write_report
-from trimtab.report.read import RL_JOBS, read_run
-from trimtab.report.rollouts import best_and_worst
-from trimtab.report.subject import job_name
+from trimtab.report.panels import objective_panels
+from trimtab.report.rollouts import best_and_worst, edges_of
+from trimtab.report.run_data import RL_JOBS, read_run
+from trimtab.report.summary import job_name
 
 
 def test_every_rl_job_has_the_page_of_one():
@@ -72,7 +71,7 @@ def test_every_job_has_its_pictures_and_each_number_at_most_one(job, tmp_path):
     wanted += ["Answer length", "One iteration", "Over the run", "Tokens a second"]
     assert set(wanted) <= set(titles) and len(titles) == len(set(titles))
     assert ("Explained variance" in titles) == (job == "ppo") == ("Critic loss" in titles)
-    drawn = [metric for picture in objective_pictures([read_run(folder)]) for metric in picture.metrics]
+    drawn = [metric for picture in objective_panels([read_run(folder)]) for metric in picture.metrics]
     assert len(drawn) == len(set(drawn)) and "score" not in drawn, "a score that is the reward needs no curve"
 
 

@@ -3,21 +3,21 @@
 import pytest
 
 from trimtab.report.findings import findings
-from trimtab.report.numbers import spans, sparkline
-from trimtab.report.read import Run
-from trimtab.report.rl_summary import Success, success_of, summary
+from trimtab.report.formatting import spans, sparkline
+from trimtab.report.run_data import RunData
+from trimtab.report.summary import Success, success_of, summary
 
 FALLING = [1.0 - step / 80 for step in range(40)]
 
 
-def run_of(folder, job: str = "grpo", **columns) -> Run:
+def run_of(folder, job: str = "grpo", **columns) -> RunData:
     (folder / "config.json").write_text("{}")
     rows = [{"step": step} for step in range(max(map(len, columns.values())))]
     for name, values in columns.items():
         for row, value in zip(rows, values):
             if value is not None:
                 row[name] = value
-    return Run(folder, rows=rows, job=job)
+    return RunData(folder, rows=rows, job=job)
 
 
 @pytest.mark.parametrize(

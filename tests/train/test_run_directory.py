@@ -14,7 +14,7 @@ from trimtab.cli.main import main
 from trimtab.errors import UserError
 from trimtab.files import is_unfinished, locked, mark_unfinished
 from trimtab.models.pretrained import check_model_folder
-from trimtab.report.read import read_run
+from trimtab.report.run_data import read_run
 from trimtab.train.metrics import read_rows
 
 # ---- one run at a time

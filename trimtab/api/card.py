@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from trimtab.report.figures import objective_pictures
-from trimtab.report.numbers import short_number
-from trimtab.report.picture import EVALUATION
-from trimtab.report.read import Point, Run
+from trimtab.report.formatting import short_number
+from trimtab.report.panels import EVALUATION, objective_panels
+from trimtab.report.run_data import Point, RunData
 
 CURVES = 4
 POINTS = 160
@@ -15,7 +14,7 @@ WIDTH, HEIGHT = 150, 36
 MOST_ALARMS = 5
 
 
-def html_card(run: Run, alarms: list[str]) -> str:
+def html_card(run: RunData, alarms: list[str]) -> str:
     state = "finished" if run.has_saved_model else "not finished"
     steps = f"{run.steps} {run.unit}{'s' * (run.steps != 1)}"
     head = f"<b>trimtab {escape(run.job)}</b> {escape(str(run.folder))} · {state}, {steps}"
@@ -31,16 +30,16 @@ def html_card(run: Run, alarms: list[str]) -> str:
     )
 
 
-def last_figures(run: Run, most: int = 3) -> list[tuple[str, str]]:
+def last_figures(run: RunData, most: int = 3) -> list[tuple[str, str]]:
     """The newest values of what matters most to the job."""
     found = [(name, run.last(name)) for name, _ in _main_figures(run)[:most]]
     return [(name, short_number(value)) for name, value in found if value is not None]
 
 
-def _main_figures(run: Run) -> list[tuple[str, str]]:
+def _main_figures(run: RunData) -> list[tuple[str, str]]:
     """(metric, title) of the first pictures of the run's report; of each what was evaluated, where that was."""
     chosen: dict[str, str] = {}
-    for picture in objective_pictures([run]):
+    for picture in objective_panels([run]):
         metric = next(iter(picture.metrics))
         for name in (metric, f"{EVALUATION}{metric}"):
             if run.series(name):
@@ -49,7 +48,7 @@ def _main_figures(run: Run) -> list[tuple[str, str]]:
     return list(chosen.items())[:CURVES]
 
 
-def _figure(run: Run, name: str, title: str) -> str:
+def _figure(run: RunData, name: str, title: str) -> str:
     points = run.series(name)
     return (
         f"<div><div style='opacity:.7'>{escape(title)}</div>{_sparkline(points)}"

@@ -15,7 +15,7 @@ from trimtab.config.jobs import TRAINED
 from trimtab.config.rewards import GIVEN
 from trimtab.config.sources import listed
 from trimtab.errors import UserError
-from trimtab.report.read import OPTIONS
+from trimtab.report.run_data import OPTIONS
 
 if TYPE_CHECKING:
     from trimtab.api.run import Run

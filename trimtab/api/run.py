@@ -13,7 +13,7 @@ from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.config.parse import parse_values
 from trimtab.errors import UserError
-from trimtab.report import read
+from trimtab.report import run_data
 from trimtab.report.findings import alarms
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def open(folder: str | os.PathLike[str]) -> Run:
     """The run in this folder: the `save_path` of a function or a command, while it works or afterwards."""
     path = Path(folder).expanduser()
     with in_one_class(CheckpointOptions, {}):
-        read.read_run(path)  # which says what is wrong with a folder that is none
+        run_data.read_run(path)  # which says what is wrong with a folder that is none
     return Run(path)
 
 
@@ -47,9 +47,11 @@ class Run:
         verb = self.job
         if verb not in TRAINED:
             raise UserError(f"{self.path}: the job {verb!r} is none that this version trains")
-        file = self.path / read.OPTIONS
+        file = self.path / run_data.OPTIONS
         if not file.is_file():
-            raise UserError(f"{self.path}: no {read.OPTIONS} in this folder, so nobody knows what it was started with")
+            raise UserError(
+                f"{self.path}: no {run_data.OPTIONS} in this folder, so nobody knows what it was started with"
+            )
         return parse_values(TRAINED[verb], {"config": file})
 
     @property
@@ -106,10 +108,10 @@ class Run:
 
     @property
     def _started(self) -> bool:
-        return (self.path / read.METRICS).is_file()
+        return (self.path / run_data.METRICS).is_file()
 
-    def _read(self) -> read.Run:
-        return read.read_run(self.path)
+    def _read(self) -> run_data.RunData:
+        return run_data.read_run(self.path)
 
     def __repr__(self) -> str:
         shown = os.path.relpath(self.path) if self.path.is_relative_to(Path.cwd()) else str(self.path)

@@ -18,9 +18,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(argv: Sequence[str]) -> int:
-    from trimtab.report.judgement import DRAWN_TOLERANCE, FIRST_TOLERANCE, LOG_PROB_TOLERANCE, TOLERANCE, judge
-    from trimtab.report.judgement_page import write_judgement
-    from trimtab.report.read import read_run
+    from trimtab.report.judgement import (
+        DRAWN_TOLERANCE,
+        FIRST_TOLERANCE,
+        LOG_PROB_TOLERANCE,
+        TOLERANCE,
+        judge,
+        write_judgement,
+    )
+    from trimtab.report.run_data import read_run
 
     parser = CommandParser(
         "trimtab compare",

@@ -35,9 +35,7 @@ def plot(argv: Sequence[str]) -> None:
     parser.add_argument("--output", metavar="FILE", help="a .png, .svg or .pdf; unset: beside the manifest, a PNG")
     options = parser.parse_args(argv)
 
-    from trimtab.report.experiment import write_experiment
-    from trimtab.report.manifest import read_manifest
-    from trimtab.report.plots import curves_figure, frontier_figure, save
+    from trimtab.report.experiment import curves_figure, frontier_figure, read_manifest, save, write_experiment
 
     manifest = read_manifest(options.manifest)
     chosen = {name: getattr(options, name) for name in ("threshold", "level") if getattr(options, name) is not None}

@@ -39,8 +39,8 @@ def learn_to_imitate(lesson: Lesson) -> float:
 
 def learn_from_rewards(lesson: Lesson, before: Answers) -> tuple[float, Answers, Path]:
     """Run GRPO after SFT, and show the answers of both; its seconds, its answers and its report."""
-    from trimtab.report.read import read_run
-    from trimtab.report.rl_summary import success_of
+    from trimtab.report.run_data import read_run
+    from trimtab.report.summary import success_of
 
     lesson.say(
         f"\nOf {len(before.right)} numbers it never saw it sorts {before.success:.0%} as it should.\n\n"

@@ -35,15 +35,18 @@ def watch(argv: Sequence[str]) -> None:
     if options.port and not options.page:
         raise UserError("--port has no meaning without --page")
 
-    from trimtab.watching.folders import watched_folders
+    from trimtab.report.run_state import watched_folders
 
     folders = watched_folders(options.runs, wait=options.wait)
     if options.page:
-        from trimtab.watching.page.serve import serve_page
+        try:
+            from trimtab.report.live_page import serve_page
+        except ImportError as error:
+            raise UserError(f"--page needs the package {error.name}: pip install 'trimtab[serve]'") from error
 
         serve_page(folders, port=options.port, every=options.every)
         return
-    from trimtab.watching.terminal import watch_in_terminal
+    from trimtab.report.terminal import watch_in_terminal
 
     watch_in_terminal(folders, every=options.every, once=options.once, wait=options.wait)
 

@@ -1,1 +1,1 @@
-"""What a person looks at: one self-contained HTML page per run, made from the files the run left on disk."""
+"""A run's data, read once, live or finished; its sections in a file, a live page and a terminal."""

@@ -1,28 +1,132 @@
-"""One page about several runs: their curves over each other, their final figures, and the options they differ in.
+"""The page about several runs: curves over each other, final figures, options that differ.
 
-Runs that differ only in their seed are one column and one curve (columns.py): the mean, and its 95 % interval.
+Runs that differ only in their seed are one column and one curve: the mean, and its 95 % interval.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from pathlib import Path
+from itertools import takewhile
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
 
 from trimtab.errors import UserError
-from trimtab.report.columns import Column, columns_of
-from trimtab.report.curves import COLOURS, Line, chart, smooth, window_of
-from trimtab.report.figures import LOSS, objective_pictures, pace_pictures
+from trimtab.evaluate.seeds import t_intervals
+from trimtab.report.charts import COLOURS, Line, chart, smooth, window_of
+from trimtab.report.distributions import accuracy_of
 from trimtab.report.findings import findings
-from trimtab.report.numbers import duration, percent, plain, short_number
+from trimtab.report.formatting import duration, percent, plain, short_number
 from trimtab.report.page import document, place, write_page
-from trimtab.report.picture import EVALUATION, Picture
-from trimtab.report.read import Point, Run, read_run
-from trimtab.report.rewards import accuracy_of
+from trimtab.report.panels import EVALUATION, LOSS, Panel, objective_panels, pace_panels
+from trimtab.report.run_data import Point, RunData, finite, read_run
 from trimtab.report.sections import MOST_SAMPLES, flatten, pairs, sample_cell, sentence
-from trimtab.report.settings import chosen_options, defaults_of, differing_options
-from trimtab.report.subject import job_name, lead, subject
+from trimtab.report.summary import PLACES, chosen_options, defaults_of, differing_options, job_name, lead, subject
+
+WITHOUT_MEANING = PLACES | {"seed", "use_tensorboard", "use_visualdl", "record", "wandb_group"}
+"""Options in which runs of one experiment may differ."""
+
+COUNTER = re.compile(r"([-_./ ]?seed|(^|[-_./ ])s)?[-_./ ]?[0-9]*$")
+"""What stands before the digits in which the names of seeds differ, with digits that they share: -1, _s1, -seed1."""
+
+
+@dataclass(frozen=True)
+class Column:
+    label: str
+    runs: tuple[RunData, ...]
+
+    @property
+    def first(self) -> RunData:
+        return self.runs[0]
+
+    @property
+    def several(self) -> bool:
+        return len(self.runs) > 1
+
+    @property
+    def seeds(self) -> str:
+        return ", ".join(plain(run.options.get("seed", "–")) for run in self.runs)
+
+    def mean(self, figure: Callable[[RunData], float | None]) -> tuple[float, float] | None:
+        """Over the runs that have the figure, and the half-width of its interval."""
+        known = [value for run in self.runs if (value := figure(run)) is not None]
+        if not known:
+            return None
+        centre, width = t_intervals(np.array(known)[:, None])
+        return float(centre[0]), float(width[0])
+
+    def curve(self, points: Callable[[RunData], Sequence[Point]], kind: str, series: int, **more: Any) -> Line:
+        """Of one run its points; of several their mean at the steps that all of them have, and its interval."""
+        if not self.several:
+            return Line(self.label, points(self.first), kind, series, **more)
+        curves = [dict(points(run)) for run in self.runs]
+        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+        if not steps:
+            return Line(self.label, [], kind, series, **more)
+        centre, width = t_intervals(np.array([[curve[step] for step in steps] for curve in curves]))
+        mean, low, high = (list(zip(steps, edge.tolist())) for edge in (centre, centre - width, centre + width))
+        return Line(self.label, mean, kind, series, low=low, high=high, **more)
+
+
+def columns_of(runs: Sequence[RunData]) -> list[Column]:
+    """The runs in their order; one that differs from an earlier one only in its seed joins it."""
+    groups: list[list[tuple[str, RunData]]] = []
+    for label, run in zip(names_of(runs), runs):
+        group = next((known for known in groups if _joins(run, [other for _, other in known])), None)
+        if group is None:
+            groups.append([(label, run)])
+        else:
+            group.append((label, run))
+    labels = _labels([[name for name, _ in group] for group in groups])
+    return [Column(label, tuple(run for _, run in group)) for label, group in zip(labels, groups)]
+
+
+def names_of(runs: Sequence[RunData]) -> list[str]:
+    """The shortest ends of the runs' paths that tell them apart."""
+    paths = [PurePath(run.folder.resolve()).parts for run in runs]
+    length = 1
+    while len({path[-length:] for path in paths}) < len(paths) and length < max(map(len, paths)):
+        length += 1
+    return ["/".join(path[-length:]) for path in paths]
+
+
+def _joins(run: RunData, group: Sequence[RunData]) -> bool:
+    seeds = [finite(member.options.get("seed")) for member in (run, *group)]
+    if None in seeds or seeds[0] in seeds[1:]:
+        return False
+    return run.job == group[0].job and _meaning(run) == _meaning(group[0])
+
+
+def _meaning(run: RunData) -> dict:
+    return {name: value for name, value in run.options.items() if name not in WITHOUT_MEANING}
+
+
+def _labels(groups: Sequence[Sequence[str]]) -> list[str]:
+    """A label for each group of names, different from all others."""
+    short = [_label(names) for names in groups]
+    return [
+        label if short.count(label) == 1 else f"{names[0]} to {names[-1]}, {len(names)} seeds"
+        for label, names in zip(short, groups)
+    ]
+
+
+def _label(names: Sequence[str]) -> str:
+    """What the names of a group begin with, without the word that counts them."""
+    if len(names) == 1:
+        return names[0]
+    alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names))
+    shared = "".join(letters[0] for letters in alike)
+    counted = any(name[len(shared) :][:1].isdigit() for name in names)
+    shared = COUNTER.sub("", shared) if counted else shared.rstrip("-_./ ")
+    return f"{shared or names[0]}, {len(names)} seeds"
+
+
+# ---- The page about several runs.
+
 
 PAGE = "comparison.html"
 FEW_COLUMNS = 4
@@ -40,14 +144,14 @@ def write_comparison(run_folders: Sequence[str | Path], output: str | Path | Non
     return write_page(render(runs), place(output, PAGE, runs[0].folder))
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[RunData]) -> str:
     columns = columns_of(runs)
     sections = (_headline, _findings, _figures, _options, _curves, _samples, _common)
     body = "\n".join(section(columns) for section in sections)
-    return document(" and ".join(column.label for column in columns), body, list(runs))
+    return document(" and ".join(column.label for column in columns), body, [run.folder for run in runs])
 
 
-def _all(columns: Sequence[Column]) -> list[Run]:
+def _all(columns: Sequence[Column]) -> list[RunData]:
     return [run for column in columns for run in column.runs]
 
 
@@ -89,7 +193,7 @@ def _findings(columns: Sequence[Column]) -> str:
     return f"<ul class=findings>{''.join(entries)}</ul>"
 
 
-def comparability(runs: Sequence[Run]) -> Iterator[str]:
+def comparability(runs: Sequence[RunData]) -> Iterator[str]:
     """Why figures may not say which run is better."""
     if all(run.is_rl for run in runs):
         if len({plain(reward) for run in runs if (reward := run.manifest.get("reward")) is not None}) > 1:
@@ -109,7 +213,7 @@ def comparability(runs: Sequence[Run]) -> Iterator[str]:
         yield "These runs have different numbers of steps; final figures are those at each one's own end."
 
 
-def _known(run: Run, name: str) -> bool:
+def _known(run: RunData, name: str) -> bool:
     return isinstance(run.manifest.get(name), str)
 
 
@@ -119,9 +223,9 @@ class Row:
 
     name: str
     better: int
-    figure: Callable[[Run], float | None]
+    figure: Callable[[RunData], float | None]
     form: Callable[[float], str] = short_number
-    note: Callable[[Run], str] = lambda run: ""
+    note: Callable[[RunData], str] = lambda run: ""
     """What follows the figure of a single run."""
 
 
@@ -163,16 +267,16 @@ def _best(means: Sequence[tuple[float, float]], better: int) -> tuple[float, flo
     return best if apart else None
 
 
-def _rows_of(runs: Sequence[Run]) -> Iterator[Row]:
+def _rows_of(runs: Sequence[RunData]) -> Iterator[Row]:
     less_is_better = -1 if len({run.job for run in runs}) == 1 else 0
 
-    def final(metric: str) -> Callable[[Run], float | None]:
+    def final(metric: str) -> Callable[[RunData], float | None]:
         return lambda run: (run.ends(metric) or (None, None))[1]
 
-    def evaluated(metric: str) -> Callable[[Run], float | None]:
+    def evaluated(metric: str) -> Callable[[RunData], float | None]:
         return lambda run: run.last(f"{EVALUATION}{metric}")
 
-    pictures = objective_pictures(runs)
+    pictures = objective_panels(runs)
     yield Row("iterations" if all(run.is_rl for run in runs) else "steps", 0, lambda run: float(run.steps))
     if LOSS in pictures:
         yield Row("loss", less_is_better, final("loss"))
@@ -194,17 +298,17 @@ def _rows_of(runs: Sequence[Run]) -> Iterator[Row]:
     yield Row("peak memory, GiB", -1, lambda run: max((v for _, v in run.series("memory_gib")), default=None))
 
 
-def _rate(run: Run) -> float | None:
+def _rate(run: RunData) -> float | None:
     seconds = run.total("seconds")
     return run.total("tokens") / seconds if seconds else None
 
 
-def _stored_accuracy(run: Run) -> float | None:
+def _stored_accuracy(run: RunData) -> float | None:
     accuracy = accuracy_of(run.pairs)
     return None if accuracy is None else accuracy.share
 
 
-def _stored_interval(run: Run) -> str:
+def _stored_interval(run: RunData) -> str:
     accuracy = accuracy_of(run.pairs)
     assert accuracy is not None
     low, high = accuracy.interval
@@ -241,7 +345,7 @@ def _curves(columns: Sequence[Column]) -> str:
         return ""
     drawn, pace = (
         "".join(_chart(columns, picture, metric) for picture in pictures for metric in picture.metrics)
-        for pictures in (objective_pictures(runs), pace_pictures(runs))
+        for pictures in (objective_panels(runs), pace_panels(runs))
     )
     return (
         f"<h2>Curves</h2><div class=charts>{drawn}</div>"
@@ -249,14 +353,14 @@ def _curves(columns: Sequence[Column]) -> str:
     )
 
 
-def _chart(columns: Sequence[Column], picture: Picture, metric: str) -> str:
+def _chart(columns: Sequence[Column], picture: Panel, metric: str) -> str:
     lines: list[Line] = []
     notes = []
 
-    def means(run: Run) -> list[Point]:
+    def means(run: RunData) -> list[Point]:
         return smooth(run.series(metric), _window(run, metric))
 
-    def evaluations(run: Run) -> list[Point]:
+    def evaluations(run: RunData) -> list[Point]:
         return run.series(f"{EVALUATION}{metric}")
 
     for index, column in enumerate(columns):
@@ -280,7 +384,7 @@ def _chart(columns: Sequence[Column], picture: Picture, metric: str) -> str:
     return chart(picture.name_of(metric), lines, note, tall=tall, share=picture.share, level=picture.level)
 
 
-def _window(run: Run, metric: str) -> int:
+def _window(run: RunData, metric: str) -> int:
     return 1 if metric in ("learning_rate", "memory_gib") else window_of(run.series(metric))
 
 

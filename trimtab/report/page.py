@@ -10,18 +10,13 @@ from pathlib import Path
 from trimtab import __version__
 from trimtab.files import write_bytes, writing
 from trimtab.report import sections
-from trimtab.report.browser import browser_section
-from trimtab.report.distributions import distribution_section
-from trimtab.report.lanes import lane_section
-from trimtab.report.layout import layout_section
-from trimtab.report.manifest import Manifest
-from trimtab.report.read import Run, read_run
-from trimtab.report.rewards import reward_section
-from trimtab.report.rollouts import rollout_section
-from trimtab.report.style import STYLE
-from trimtab.report.subject import subject
-from trimtab.report.tail import tail_section
-from trimtab.report.time_line import time_section
+from trimtab.report.assets import STYLE
+from trimtab.report.distributions import distribution_section, reward_section, tail_section
+from trimtab.report.rollouts import browser_section, rollout_section
+from trimtab.report.run_data import RunData, read_run
+from trimtab.report.sections import layout_section
+from trimtab.report.summary import subject
+from trimtab.report.time_line import lane_section, time_section
 
 PAGE = "report.html"
 SECTIONS = (
@@ -52,18 +47,18 @@ def write_report(run_folder: str | Path, output: str | Path | None = None) -> Pa
     return write_page(render(run), place(output, PAGE, run.folder))
 
 
-def render(run: Run) -> str:
+def render(run: RunData) -> str:
     """The whole page as text."""
-    return document(subject(run), "\n".join(section(run) for section in SECTIONS), [run])
+    return document(subject(run), "\n".join(section(run) for section in SECTIONS), [run.folder])
 
 
-def document(title: str, body: str, runs: Sequence[Run | Manifest]) -> str:
-    folders = ", ".join(str(run.folder.resolve()) for run in runs)
+def document(title: str, body: str, folders: Sequence[Path]) -> str:
+    listed = ", ".join(str(folder.resolve()) for folder in folders)
     return (
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n"
-        f"<footer>Written by trimtab {escape(__version__)} from {escape(folders)}.</footer>\n"
+        f"<footer>Written by trimtab {escape(__version__)} from {escape(listed)}.</footer>\n"
         "</body>\n</html>\n"
     )
 

@@ -1,4 +1,4 @@
-"""The sections of the page about one run: functions from `Run` to HTML that return "" when there is nothing to say.
+"""The sections of the page about one run: functions from `RunData` to HTML that return "" when there is nothing to say.
 
 Everything that comes from a file passes through `escape`.
 """
@@ -10,17 +10,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from trimtab.report.conversations import shortened
-from trimtab.report.curves import Line, chart, smooth, window_of
-from trimtab.report.figures import objective_pictures, pace_pictures
+from trimtab.report.charts import Line, chart, smooth, window_of
+from trimtab.report.distributions import accuracy_of, are_held_out
 from trimtab.report.findings import findings
-from trimtab.report.numbers import count, duration, percent, plain, short_number
-from trimtab.report.picture import BOUNDS, EVALUATION, Picture
-from trimtab.report.read import Point, Run, finite
-from trimtab.report.rewards import accuracy_of, are_held_out
-from trimtab.report.rl_summary import achieved, summary
-from trimtab.report.settings import chosen_options
-from trimtab.report.subject import facts, job_name, lead, subject
+from trimtab.report.formatting import count, duration, percent, plain, short_number
+from trimtab.report.panels import BOUNDS, EVALUATION, Panel, objective_panels, pace_panels
+from trimtab.report.rollouts import shortened
+from trimtab.report.run_data import Point, RunData, finite
+from trimtab.report.summary import achieved, chosen_options, facts, job_name, lead, subject, summary
 
 MOST_SAMPLES = 50
 FEW_POINTS = 3
@@ -36,7 +33,7 @@ LENGTHS = {
 }
 
 
-def headline(run: Run) -> str:
+def headline(run: RunData) -> str:
     told = summary(run) if run.is_rl else ""
     return (
         f"<header><p class=eyebrow>{escape(job_name(run))}</p>"
@@ -45,7 +42,7 @@ def headline(run: Run) -> str:
     )
 
 
-def key_figures(run: Run) -> str:
+def key_figures(run: RunData) -> str:
     """The few numbers one asks for first."""
     figures = achieved(run) if run.is_rl else _loss_figures(run)
     seconds, tokens, trained = run.total("seconds"), run.total("tokens"), run.total("trained_tokens")
@@ -67,7 +64,7 @@ def key_figures(run: Run) -> str:
     return f"<dl class=figures>{cells}</dl>" if cells else ""
 
 
-def _loss_figures(run: Run) -> list[tuple[str, str, str]]:
+def _loss_figures(run: RunData) -> list[tuple[str, str, str]]:
     figures = []
     change = run.change("loss")
     if change is not None:
@@ -78,7 +75,7 @@ def _loss_figures(run: Run) -> list[tuple[str, str, str]]:
     return figures + _accuracy(run)
 
 
-def _accuracy(run: Run) -> list[tuple[str, str, str]]:
+def _accuracy(run: RunData) -> list[tuple[str, str, str]]:
     stored = accuracy_of(run.pairs)
     if stored is not None:
         low, high = stored.interval
@@ -90,7 +87,7 @@ def _accuracy(run: Run) -> list[tuple[str, str, str]]:
     return [("accuracy", percent(change[1]), f"from {percent(change[0])} at first")] if change is not None else []
 
 
-def warnings(run: Run) -> str:
+def warnings(run: RunData) -> str:
     return told(findings(run))
 
 
@@ -105,22 +102,22 @@ def sentence(text: str) -> str:
     return re.sub(r"(?<!\S)--\w+", r"<code>\g<0></code>", escape(text))
 
 
-def what(run: Run) -> str:
+def what(run: RunData) -> str:
     known = facts(run)
     return f"<h2>What was trained</h2><div class=card>{pairs(known, 'facts')}</div>" if run.options else ""
 
 
-def curves(run: Run) -> str:
+def curves(run: RunData) -> str:
     if not run.rows:
         return ""
-    pictures = objective_pictures([run])
+    pictures = objective_panels([run])
     flat = {picture.title: level for picture in pictures if (level := flat_level(run, picture)) is not None}
     drawn = "".join(_chart(run, picture) for picture in pictures if picture.title not in flat)
     told = f"Always the same: {'; '.join(f'{title.lower()} {level}' for title, level in flat.items())}." if flat else ""
     return f"<h2>Curves</h2><div class=charts>{drawn}</div><p class='words flat'>{escape(told)}</p>"
 
 
-def flat_level(run: Run, picture: Picture) -> str | None:
+def flat_level(run: RunData, picture: Panel) -> str | None:
     """The value that everything in a picture has all the time, if it has one; a loss or a reward is always drawn."""
     found = [point[1] for name in picture.metrics for kind in ("", EVALUATION) for point in run.series(f"{kind}{name}")]
     if picture.tall or picture.title == "Reward" or len(found) < FEW_POINTS or min(found) < max(found):
@@ -128,14 +125,14 @@ def flat_level(run: Run, picture: Picture) -> str | None:
     return percent(found[0]) if picture.share else short_number(found[0])
 
 
-def pace(run: Run) -> str:
+def pace(run: RunData) -> str:
     if not run.steps:
         return ""
-    drawn = "".join(_chart(run, picture, plainly=True) for picture in pace_pictures([run]))
+    drawn = "".join(_chart(run, picture, plainly=True) for picture in pace_panels([run]))
     return f"<h2>Speed, memory and the optimiser</h2><div class=charts>{drawn}</div>"
 
 
-def _chart(run: Run, picture: Picture, plainly: bool = False) -> str:
+def _chart(run: RunData, picture: Panel, plainly: bool = False) -> str:
     """Every metric of a picture as single steps, their mean and evaluation points. `plainly`: without a legend."""
     lines: list[Line] = []
     means: list[list[Point]] = []
@@ -189,7 +186,7 @@ def evaluation_only(name: str, points: list[Point], series: int, low: list[Point
     return [joined, Line(name, points, "dots", series, in_legend=False)]
 
 
-def _limit_line(run: Run, picture: Picture, lines: list[Line]) -> list[Line]:
+def _limit_line(run: RunData, picture: Panel, lines: list[Line]) -> list[Line]:
     """The option that bounds a picture's values, once they come near it."""
     limit, numbers = finite(run.options.get(picture.limit)), [point for line in lines for point in line.points]
     if limit is None or max((value for _, value in numbers), default=0.0) < limit / 2:
@@ -198,7 +195,7 @@ def _limit_line(run: Run, picture: Picture, lines: list[Line]) -> list[Line]:
     return [Line("limit", [(step, limit) for step in ends], "level")]
 
 
-def samples(run: Run) -> str:
+def samples(run: RunData) -> str:
     if not run.samples:
         return ""
     columns = [name for name in ("prompt", "before", "after", "reference") if any(name in row for row in run.samples)]
@@ -222,7 +219,7 @@ def sample_cell(sample: dict[str, Any], name: str, title: str) -> str:
     return f'<td data-name="{escape(title)}"><span{verdict}>{shown}</span></td>'
 
 
-def data(run: Run) -> str:
+def data(run: RunData) -> str:
     if not run.data:
         return ""
     names = {
@@ -274,7 +271,7 @@ def _counted(values: dict[str, Any], key: str) -> str:
     return f"{count(values.get(key))}{share}"
 
 
-def configuration(run: Run) -> str:
+def configuration(run: RunData) -> str:
     if not run.options:
         return ""
     chosen = chosen_options(run)
@@ -286,7 +283,7 @@ def configuration(run: Run) -> str:
     return f"<h2>Configuration</h2><p class=words>{told}</p>{shown}{folded}"
 
 
-def provenance(run: Run) -> str:
+def provenance(run: RunData) -> str:
     known = [(name.replace("_", " "), value) for name, value in flatten(run.manifest, leave_out=("data", "layout"))]
     if not known:
         return ""
@@ -309,3 +306,23 @@ def flatten(mapping: dict[Any, Any], leave_out: Iterable[str] = (), prefix: str 
 def pairs(known: Iterable[tuple[str, Any]], kind: str = "pairs") -> str:
     rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(plain(value))}</dd></div>" for name, value in known)
     return f"<dl class={kind}>{rows}</dl>"
+
+
+# ---- Placement on a cluster.
+
+
+COLUMNS = ("role", "nodes", "processes", "devices")
+
+
+def layout_section(run: RunData) -> str:
+    layout = run.manifest.get("layout")
+    rows = [row for row in layout if isinstance(row, dict)] if isinstance(layout, list) else []
+    if not rows:
+        return ""
+    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(row.get(name))}</td>' for name in COLUMNS)}</tr>" for row in rows)
+    return f"<h2>Where it ran</h2><div class=card><table class=data><tr>{head}</tr>{body}</table></div>"
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else escape(plain(value))

@@ -49,7 +49,7 @@ def _write_report(folder: Path) -> Path:
 
 def _memory_line(folder: Path) -> str | None:
     """What a plan said and what was then measured."""
-    from trimtab.report.read import read_run
+    from trimtab.report.run_data import read_run
 
     run = read_run(folder)
     planned = run.manifest.get("planned_memory_gib")

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 
 from tests.report.pages import write_rl_run
+from trimtab.report.live_page import make_app
 from trimtab.server.http import address, bind, make_server
-from trimtab.watching.page.app import make_app
 
 EVERY = 0.05
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>\"'"

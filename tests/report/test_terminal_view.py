@@ -4,11 +4,8 @@ import pytest
 
 from tests.report.pages import FIGURES, write_async_run, write_episode_run, write_rl_run, write_run
 from trimtab.files import mark_unfinished
-from trimtab.watching.answers import harmless
-from trimtab.watching.curves import Curve
-from trimtab.watching.followed import FollowedRun
-from trimtab.watching.overview import overview
-from trimtab.watching.view import Watched, lines_of
+from trimtab.report.run_data import FollowedRun
+from trimtab.report.terminal_view import Sparkline, Watched, harmless, lines_of, overview
 
 
 def watched(folder) -> Watched:
@@ -132,9 +129,9 @@ def test_what_a_model_says_cannot_steer_the_terminal(folder):
 
 def test_the_curve_of_many_steps_has_the_newest_at_its_end():
     points = [(step, float(step)) for step in range(1, 1001)]
-    drawn = Curve("loss", points).drawn(30)
+    drawn = Sparkline("loss", points).drawn(30)
     assert 25 <= len(drawn) <= 30 and drawn[0] == "▁" and drawn[-1] == "█" and list(drawn) == sorted(drawn)
-    assert Curve("flat", [(1, 2.0), (2, 2.0)]).drawn(30) == "▄▄"
+    assert Sparkline("flat", [(1, 2.0), (2, 2.0)]).drawn(30) == "▄▄"
 
 
 def test_keys_move_among_answers_and_iterations(folder):

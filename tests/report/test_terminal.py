@@ -12,7 +12,7 @@ import pytest
 
 from tests.report.pages import rl_row, write_metrics, write_rl_run, write_run
 from trimtab.cli.main import main
-from trimtab.watching.keys import keys_in
+from trimtab.report.terminal import keys_in
 
 
 def test_without_a_terminal_it_prints_how_things_stand_and_leaves(tmp_path, capsys):

@@ -7,15 +7,19 @@ another machine cannot be seen, the time since the last row has to do.
 
 from __future__ import annotations
 
+import difflib
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from statistics import fmean
 
+from trimtab.errors import UserError
 from trimtab.files import is_locked
-from trimtab.report.numbers import duration
-from trimtab.report.read import Run, finite
-from trimtab.watching.followed import FollowedRun
+from trimtab.report.formatting import duration
+from trimtab.report.run_data import MANIFEST, METRICS, OPTIONS, FollowedRun, RunData, finite
 
 PATIENCE = 60.0
 """Seconds without a row that are nothing unusual, whatever a step takes."""
@@ -66,7 +70,7 @@ def state_of(followed: FollowedRun, now: float | None = None) -> State:
     return State(Condition.RUNNING if run.rows else Condition.STARTING, quiet)
 
 
-def patience(run: Run) -> float:
+def patience(run: RunData) -> float:
     """How many seconds without a row mean nothing."""
     recent = [finite(row.get("seconds")) or 0.0 for row in run.rows[-RECENT:]]
     return max(PATIENCE, STEPS_OF_PATIENCE * max(recent, default=0.0))
@@ -91,9 +95,59 @@ class Progress:
         return max(0, self.planned - self.done) * self.seconds
 
 
-def progress_of(run: Run) -> Progress:
+def progress_of(run: RunData) -> Progress:
     planned = finite(run.manifest.get("steps"))
     recent = [value for row in run.rows[-RECENT:] if (value := finite(row.get("seconds"))) is not None and value > 0]
     return Progress(
         run.rows[-1]["step"] if run.rows else 0, int(planned) if planned else None, fmean(recent) if recent else None
     )
+
+
+# ---- Folders to watch.
+
+
+BEGUN = (METRICS, MANIFEST, OPTIONS)
+"""Any of these in a folder: a run has begun there."""
+
+
+def watched_folders(names: Sequence[str], *, wait: bool) -> list[Path]:
+    """The folders of runs, each once; `wait`: a run may also begin later."""
+    # What a shell makes of runs/* may hold files as well.
+    chosen = [name for name in names if not Path(name).is_file()] or names
+    folders = {os.path.realpath(name): Path(name) for name in chosen}
+    for folder in folders.values():
+        check(folder, wait=wait)
+    return list(folders.values())
+
+
+def check(folder: Path, *, wait: bool) -> None:
+    try:
+        if folder.is_file():
+            raise UserError(f"{folder}: a file; give the --save_path of a run, which is a folder")
+        if not folder.is_dir():
+            if wait:
+                return
+            raise UserError(
+                f"{folder}: no such folder; {_meant(folder)}give the --save_path of a run, or add --wait to "
+                "wait for one that is about to begin"
+            )
+        names = set(os.listdir(folder))
+        if METRICS in names:
+            with (folder / METRICS).open("rb"):
+                pass
+        if wait or not names.isdisjoint(BEGUN):
+            return
+    except OSError as error:
+        raise UserError(f"{error.filename or folder}: cannot be read ({error.strerror}); see who may read it") from None
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{METRICS}"))
+    more = f"there are runs inside: {', '.join(inside[:5])}" if inside else "give the --save_path of a run"
+    raise UserError(f"{folder}: no {METRICS} in this folder; {more}, or add --wait to wait for one to begin there")
+
+
+def _meant(folder: Path) -> str:
+    """A folder of almost this name that holds a run."""
+    if not folder.parent.is_dir():
+        return ""
+    runs = [path.name for path in folder.parent.iterdir() if (path / METRICS).is_file()]
+    close = difflib.get_close_matches(folder.name, runs, n=1)
+    return f"did you mean {folder.parent / close[0]}? Or " if close else ""

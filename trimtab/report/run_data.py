@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
 from trimtab.errors import UserError
 from trimtab.files import is_unfinished
+from trimtab.report.formatting import plural
 
 METRICS, OPTIONS, MANIFEST = "metrics.jsonl", "options.yaml", "manifest.json"
 SAMPLES, REWARDS, ROLLOUTS, TIME_LINE = "samples.json", "rewards.json", "rollouts.jsonl", "time_line.jsonl"
@@ -33,7 +35,7 @@ LARGEST = 1e200
 
 
 @dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """What somebody did, in seconds since the run began."""
 
     lane: str
@@ -44,7 +46,7 @@ class Span:
 
 
 @dataclass
-class Run:
+class RunData:
     """One run as it is on disk."""
 
     folder: Path
@@ -57,7 +59,7 @@ class Run:
     """What a reward model gave to the two answers of each pair."""
     rollouts: list[dict[str, Any]] = field(default_factory=list)
     """Some answers of every iteration of RL, by ascending step."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimeSpan] = field(default_factory=list)
     """What trainer and engines did at the same time, by their beginning."""
     job: str = "sft"
     problems: list[str] = field(default_factory=list)
@@ -159,9 +161,9 @@ class Run:
         return any((self.folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path) -> RunData:
     """Everything readable in a run's folder."""
-    run = Run(Path(folder))
+    run = RunData(Path(folder))
     if not run.folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the --save_path of a run")
     if not (run.folder / METRICS).is_file():
@@ -177,7 +179,7 @@ def read_run(folder: str | Path) -> Run:
     return run
 
 
-def read_description(run: Run) -> None:
+def read_description(run: RunData) -> None:
     """All but what grows with every step."""
     run.options = _read_mapping(run, OPTIONS, yaml.safe_load)
     run.manifest = _read_mapping(run, MANIFEST, json.loads)
@@ -204,13 +206,13 @@ def parsed(line: str, key: str = "step") -> dict[str, Any] | None:
     return None if step is None else {**row, key: int(step)}
 
 
-def spans_of(rows: Iterable[dict[str, Any]]) -> list[Span]:
+def spans_of(rows: Iterable[dict[str, Any]]) -> list[TimeSpan]:
     """Rows of time_line.jsonl by their beginning."""
     found = []
     for row in rows:
         begin, end = finite(row.get("begin")), finite(row.get("end"))
         if begin is not None and end is not None and begin <= end:
-            found.append(Span(str(row.get("lane")), str(row.get("what")), begin, end, row["iteration"]))
+            found.append(TimeSpan(str(row.get("lane")), str(row.get("what")), begin, end, row["iteration"]))
     return sorted(found, key=lambda span: span.begin)
 
 
@@ -228,7 +230,7 @@ def _number(value: Any, otherwise: float) -> float:
     return math.inf if abs(value) > LARGEST else float(value)
 
 
-def _read_lines(run: Run, name: str, key: str = "step") -> list[dict[str, Any]]:
+def _read_lines(run: RunData, name: str, key: str = "step") -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     unreadable: list[int] = []
     lines = _read_text(run, name).splitlines()
@@ -248,7 +250,7 @@ def _read_lines(run: Run, name: str, key: str = "step") -> list[dict[str, Any]]:
     return rows
 
 
-def _job(run: Run) -> str:
+def _job(run: RunData) -> str:
     """As the manifest says, else as the first line of the options does."""
     if "job" in run.manifest:
         return str(run.manifest["job"])
@@ -265,7 +267,7 @@ def _add_margins(rows: list[dict[str, Any]]) -> None:
                 row.setdefault(f"{kind}reward_margin", chosen - rejected)
 
 
-def _read_mapping(run: Run, name: str, parse: Any) -> dict[str, Any]:
+def _read_mapping(run: RunData, name: str, parse: Any) -> dict[str, Any]:
     if not (run.folder / name).is_file():
         run.problems.append(f"There is no {name} in the run's folder.")
         return {}
@@ -276,7 +278,7 @@ def _read_mapping(run: Run, name: str, parse: Any) -> dict[str, Any]:
     return content
 
 
-def _read_samples(run: Run) -> list[dict[str, Any]]:
+def _read_samples(run: RunData) -> list[dict[str, Any]]:
     if not (run.folder / SAMPLES).is_file():
         return []
     content = _parse(_read_text(run, SAMPLES), json.loads)
@@ -286,7 +288,7 @@ def _read_samples(run: Run) -> list[dict[str, Any]]:
     return [sample for sample in content if isinstance(sample, dict)]
 
 
-def _read_text(run: Run, name: str) -> str:
+def _read_text(run: RunData, name: str) -> str:
     try:
         return (run.folder / name).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -299,4 +301,159 @@ def _parse(text: str, parse: Any) -> Any:
     try:
         return parse(text)
     except (ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
+# ---- A growing file of rows, of which only the new ones are read.
+
+
+AT_ONCE = 1 << 20
+REMEMBERED = 256
+"""Bytes before the place reached that must still be the same, for the rest to be what follows them."""
+
+
+class FollowedLines:
+    def __init__(self, path: Path, key: str = "step"):
+        """`key`: what a row calls its step."""
+        self.path, self.key = path, key
+        self.unreadable = 0
+        """How many whole lines were no row."""
+        self.written: float | None = None
+        """When the file was last written to; None: it is not there."""
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._file_number: tuple[int, int] | None = None
+        self._place, self._before, self._half = 0, b"", b""
+        self.unreadable = 0
+
+    def news(self) -> tuple[bool, Iterator[dict[str, Any]]]:
+        """Whether all earlier rows are void, and the rows to add. They are read as they are asked for; take all."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            void = self._place > 0
+            self.written = None
+            self._begin_anew()
+            return void, iter(())
+        except OSError:
+            return False, iter(())  # a disk that is away for a moment; a folder that may not be read was refused before
+        status = os.fstat(file.fileno())
+        number = status.st_dev, status.st_ino
+        self.written = status.st_mtime
+        void = self._place > 0 and not (number == self._file_number and self._continues(file, status.st_size))
+        if void:
+            self._begin_anew()
+        self._file_number = number
+        return void, self._rows(file, status.st_size)
+
+    def _continues(self, file: BinaryIO, size: int) -> bool:
+        if size < self._place:
+            return False
+        if size == self._place:
+            return True
+        file.seek(self._place - len(self._before))
+        return file.read(len(self._before)) == self._before
+
+    def _rows(self, file: BinaryIO, size: int) -> Iterator[dict[str, Any]]:
+        with file:
+            file.seek(self._place)
+            while self._place < size and (block := file.read(min(AT_ONCE, size - self._place))):
+                self._place += len(block)
+                self._before = (self._before + block)[-REMEMBERED:]
+                *lines, self._half = (self._half + block).split(b"\n")
+                for line in lines:
+                    row = parsed(line.decode(errors="replace"), self.key)
+                    if row is not None:
+                        yield row
+                    elif line.strip():
+                        self.unreadable += 1
+
+
+# ---- A run that is followed.
+
+
+DESCRIPTION = (OPTIONS, MANIFEST, SAMPLES, REWARDS)
+MOST_ITERATIONS = 200
+"""Of whose answers are in memory: the first, and the newest."""
+
+
+class FollowedRun:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.run = RunData(folder)
+        self._metrics, self._rollouts = FollowedLines(folder / METRICS), FollowedLines(folder / ROLLOUTS)
+        self._spans = FollowedLines(folder / TIME_LINE, "iteration")
+        self._rows: list[dict[str, Any]] = []
+        self._answers: list[dict[str, Any]] = []
+        self._span_rows: list[dict[str, Any]] = []
+        self._described: list[Any] = []
+        self._undescribed: list[str] = []  # what could not be read of its description
+
+    def refresh(self) -> bool:
+        """Read what is new; whether anything was."""
+        changed = [self._describe(), self._follow(self._metrics, self._rows)]
+        if self.run.is_rl:
+            changed.append(self._follow(self._rollouts, self._answers))
+        if self.run.options.get("async_staleness"):
+            changed.append(self._follow(self._spans, self._span_rows))
+        if any(changed):
+            self.run.rows = by_step(self._rows, self.run.job)
+            self._answers.sort(key=lambda row: row["step"])
+            self._forget_answers()
+            self.run.rollouts = self._answers
+            self.run.spans = spans_of(self._span_rows)
+            self.run.problems = self._undescribed + [
+                f"{file.path.name}: {plural(file.unreadable, 'unreadable line')} left out."
+                for file in (self._metrics, self._rollouts, self._spans)
+                if file.unreadable
+            ]
+        return any(changed)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything of a run in the folder."""
+        return bool(self._rows) or bool(self.run.manifest)
+
+    @property
+    def written(self) -> float | None:
+        """When the run last wrote what it writes again and again; None: it has not begun to."""
+        times = [file.written for file in (self._metrics, self._rollouts, self._spans) if file.written is not None]
+        for name in (MANIFEST, OPTIONS):
+            if (status := _status(self.folder / name)) is not None:
+                times.append(status.st_mtime)
+        return max(times, default=None)
+
+    def _describe(self) -> bool:
+        found = [
+            status and (status.st_ino, status.st_mtime_ns, status.st_size)
+            for status in (_status(self.folder / name) for name in DESCRIPTION)
+        ]
+        if found == self._described:
+            return False
+        self._described = found
+        self.run.problems = []
+        read_description(self.run)
+        self._undescribed = self.run.problems
+        return True
+
+    def _follow(self, file: FollowedLines, rows: list[dict[str, Any]]) -> bool:
+        void, news = file.news()
+        if void:
+            rows.clear()
+        before = len(rows)
+        rows.extend(news)
+        return void or len(rows) > before
+
+    def _forget_answers(self) -> None:
+        steps = sorted({row["step"] for row in self._answers})
+        if len(steps) > MOST_ITERATIONS:
+            kept = {steps[0], *steps[1 - MOST_ITERATIONS :]}
+            self._answers[:] = [row for row in self._answers if row["step"] in kept]
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
         return None
