@@ -28,7 +28,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from trimtab.config.jobs import GRPOOptions
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.packing import pack
 from trimtab.data.token_store import TokenStore

@@ -25,9 +25,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from trimtab.config.checks import settle
 from trimtab.config.jobs import TRAINED
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
 from trimtab.distributed import device as devices
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.plan.hardware import GIB, Hardware

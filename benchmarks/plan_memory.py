@@ -31,8 +31,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from trimtab.config.checks import settle
-from trimtab.config.jobs import DPOOptions, GRPOOptions, PPOOptions, SFTOptions
+from trimtab.config.jobs import DPOOptions, SFTOptions
+from trimtab.config.resolved_config import settle
+from trimtab.config.rl_jobs import GRPOOptions, PPOOptions
 from trimtab.distributed.device import find_device, total_memory
 from trimtab.models import load
 from trimtab.models.attention import NAME, register

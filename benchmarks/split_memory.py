@@ -52,7 +52,7 @@ def measure(folder: str, words: str, tokens: int, environment: dict, answers) ->
     import torch
 
     from trimtab.config.jobs import SFTOptions
-    from trimtab.config.parse import parse
+    from trimtab.config.parser import parse
     from trimtab.data.batches import TokenBatch
     from trimtab.distributed.device import find_device
     from trimtab.distributed.process_group import find_world, leave_world

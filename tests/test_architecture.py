@@ -278,7 +278,7 @@ def test_only_distributed_names_an_accelerator():
         if OF_DEVICES.search(word)
     }
     # Values in other people's commands.
-    words_of_others = {("config/placement.py", name) for name in ("nccl", "hccl", "xccl")}
+    words_of_others = {("config/placement_options.py", name) for name in ("nccl", "hccl", "xccl")}
     assert found - words_of_others == set()
 
 

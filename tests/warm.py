@@ -31,7 +31,7 @@ import trimtab.train.rl
 import trimtab.train.sft_tasks
 import trimtab.train.tail  # noqa: F401
 from tests.config.every_job import EVERY_JOB
-from trimtab.config.catalogue import options_of
+from trimtab.config.option import options_of
 
 # What every command would find out again.
 for job in EVERY_JOB:

@@ -9,9 +9,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from trimtab.cli.main import VERBS, main
-from trimtab.config.catalogue import Option, options_of
-from trimtab.config.help import common_options, metavar, shown_default
 from trimtab.config.jobs import JOBS
+from trimtab.config.option import Option, options_of
+from trimtab.config.parser import common_options, metavar, shown_default
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

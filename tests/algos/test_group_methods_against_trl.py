@@ -24,7 +24,7 @@ from tests.algos.one_step import answer_log_probs, causal_lm, step_of
 from tests.train.job_run import relative_difference, write_model
 from trimtab.algos.group_rewards import SHAPED_BY
 from trimtab.algos.policy_losses import kl_estimate, ppo_loss
-from trimtab.config.estimators import ESTIMATORS
+from trimtab.config.objective_options import ESTIMATORS
 from trimtab.embedded.sort_task import make_tokenizer
 
 SAMPLES = 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimtab.algos.group_rewards import SHAPED_BY, equal_groups, within
-from trimtab.config.estimators import ESTIMATORS
+from trimtab.config.objective_options import ESTIMATORS
 
 GROUPS = [[1.0, 0.0, 0.0, 0.5], [-3.0, 7.0, 2.0, 2.5], [0.25, 0.25, 0.25, 1.0]]
 

@@ -17,7 +17,7 @@ from tests.algos.flat import flat
 from trimtab.algos.advantages import discounted_sums, gae, token_rewards, whiten
 from trimtab.algos.group_rewards import SHAPED_BY
 from trimtab.algos.policy_losses import kl_estimate, ppo_loss
-from trimtab.config.estimators import ESTIMATORS
+from trimtab.config.objective_options import ESTIMATORS
 
 END = 0
 PREFIXES = [(), (1,), (2,)]

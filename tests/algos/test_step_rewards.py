@@ -20,7 +20,7 @@ from tests.algos.test_policy_gradient_by_enumeration import (
 )
 from trimtab.algos.advantages import discounted_sums
 from trimtab.algos.group_rewards import SHAPED_BY, STEPS_SHAPED_BY
-from trimtab.config.estimators import ESTIMATORS
+from trimtab.config.objective_options import ESTIMATORS
 
 GROUPED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 # Two groups of three answers; the scores of each answer's steps.

@@ -2,7 +2,7 @@ import pytest
 
 import trimtab
 from trimtab.api.arguments import as_arguments
-from trimtab.config.jobs import GRPOOptions
+from trimtab.config.rl_jobs import GRPOOptions
 
 NAMES = {"pretrain": "model", "prompt_data": "prompts", "load_checkpoint": "resume"}
 

@@ -9,8 +9,9 @@ import trimtab
 from tests.docs.pages import PROJECT, blocks, commands
 from tests.train.job_run import write_rows
 from trimtab.cli.main import main
-from trimtab.config.catalogue import find
-from trimtab.config.jobs import JOBS, GRPOOptions
+from trimtab.config.jobs import JOBS
+from trimtab.config.option import find
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.embedded.sort_task import make_model, make_prompts, make_tokenizer
 from trimtab.train.metrics import read_rows
 

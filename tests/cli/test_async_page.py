@@ -7,7 +7,7 @@ from tests.docs.pages import DOCS, commands
 from tests.train.rl.async_run import check_ledger
 from tests.train.rl.rl_run import PROMPTS, write_task
 from trimtab.cli.main import main
-from trimtab.config.catalogue import find
+from trimtab.config.option import find
 from trimtab.report.run_data import read_run
 
 OF_BENCHMARKS = {"seeds", "picture"}

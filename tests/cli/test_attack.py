@@ -11,9 +11,9 @@ from transformers import LlamaForSequenceClassification
 from tests.cli.sft_job import make_tokenizer, write_model
 from tests.tiny import tiny_model
 from trimtab.cli.main import main
-from trimtab.config.checks import check, settle
 from trimtab.config.jobs import AttackOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, settle
 
 DOCUMENTED = """--pretrain HuggingFaceTB/SmolLM-135M-Instruct --ckpt_path {ckpt} --file_path {goals}
     --atk_success_criteria reward --reward_pretrain OpenAssistant/reward-model-deberta-v3-large-v2

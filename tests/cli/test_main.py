@@ -81,7 +81,7 @@ def test_ctrl_c_while_modules_are_imported_leaves_without_a_traceback():
         "import sys, builtins\n"
         "class Interrupting:\n"
         "    def find_spec(self, name, *rest):\n"
-        "        if name == 'trimtab.config.catalogue':\n"
+        "        if name == 'trimtab.config.option':\n"
         "            raise KeyboardInterrupt\n"
         "sys.meta_path.insert(0, Interrupting())\n"
         "from trimtab.cli.main import main\n"

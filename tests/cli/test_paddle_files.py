@@ -11,8 +11,8 @@ from tests.train.job_run import write_rows
 from trimtab.cli.run_rl import main as run_rl
 from trimtab.cli.train_grpo import main as grpo
 from trimtab.cli.train_rl import main as rl
-from trimtab.config.checks import settle
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
 from trimtab.config.rl_jobs import AnyRLOptions
 from trimtab.embedded.sort_task import make_prompts, make_tokenizer
 from trimtab.train.metrics import read_rows

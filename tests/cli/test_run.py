@@ -6,9 +6,9 @@ import pytest
 
 from trimtab.api.starting import in_one_class
 from trimtab.cli.run import guarded, run_job
-from trimtab.config import support
+from trimtab.config import resolved_config as support
 from trimtab.config.jobs import SFTOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
 from trimtab.data.faults import first_line
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.rewards.client import _reason as reward_failure

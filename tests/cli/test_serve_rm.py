@@ -11,7 +11,7 @@ from tests.tiny import tiny_model
 from tests.train.job_run import write_model
 from trimtab.cli.main import main
 from trimtab.config.jobs import ServeRMOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.server.reward_server import served_reward
 

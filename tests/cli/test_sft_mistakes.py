@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from tests.cli.sft_job import conversation, write_model, write_rows
-from trimtab.config import support
+from trimtab.config import resolved_config as support
 from trimtab.config.jobs import SFTOptions
 from trimtab.data import hub
 from trimtab.distributed.device import find_device

@@ -39,7 +39,7 @@ def test_both_spellings_reach_the_tail_trainer_with_the_same_method(rehearsed, c
 def test_the_process_s_own_words_are_translated_in_place(rehearsed, monkeypatch):
     """Loggers copy them, and keys are taken out of them there."""
     monkeypatch.setattr(sys, "argv", ["train_ppo", *PLACES, *REPULSE, "--dry_run", "--use_wandb", "0123456789"])
-    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: object())
+    monkeypatch.setattr("trimtab.config.resolved_config.find_spec", lambda module: object())
     assert train_ppo.main() == 0
     assert "--method" in sys.argv and "--actor_loss_type" not in sys.argv and "0123456789" not in sys.argv
 

@@ -125,7 +125,7 @@ def test_the_module_that_is_named_after_ray_means_it(module, words, ray, stub, m
     seen = []
     stub("rl", train=seen.append)
     monkeypatch.setattr("trimtab.running.training.watch", lambda limit: None)
-    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: object())
+    monkeypatch.setattr("trimtab.config.resolved_config.find_spec", lambda module: object())
     assert module.main([*PROMPTS, *words]) == 0
     assert seen[0].ray is ray
 
@@ -135,7 +135,7 @@ def test_with_ray_no_launcher_starts_processes(stub, monkeypatch, capsys):
     stub("rl", train=seen.append)
     monkeypatch.setattr("trimtab.running.training.watch", lambda limit: None)
     monkeypatch.setattr("trimtab.running.training.launch_processes", None)
-    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: object())
+    monkeypatch.setattr("trimtab.config.resolved_config.find_spec", lambda module: object())
     assert train_ppo_ray.main([*PROMPTS, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "8"]) == 0
     assert (seen[0].nproc, seen[0].processes) == (8, 16)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -144,7 +144,7 @@ def test_with_ray_no_launcher_starts_processes(stub, monkeypatch, capsys):
 
 
 def test_without_the_package_ray_says_how_to_get_it_or_do_without(stub, monkeypatch, capsys):
-    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: None)
+    monkeypatch.setattr("trimtab.config.resolved_config.find_spec", lambda module: None)
     stub("rl")
     assert train_ppo_ray.main(PROMPTS) == 2
     (line,) = capsys.readouterr().err.splitlines()

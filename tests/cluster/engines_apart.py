@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.launcher import RoleContext
 from trimtab.distributed.weight_transfer import TransferChannel, TransferPlan, describe_receiver, join_as_receiver
 from trimtab.models.load import load_policy
@@ -65,7 +65,7 @@ class EngineApart(BuiltinEngine):
 
 def without_vllm() -> None:
     """In the process of the command: it need not be installed."""
-    from trimtab.config import support
+    from trimtab.config import resolved_config as support
 
     support.find_spec = lambda module: True
 

@@ -10,7 +10,7 @@ from tests import warm
 from tests.config.every_job import EVERY_JOB
 from tests.docs.pages import DOCS, commands
 from tests.embedded.test_docs_commands import TWO_ITERATIONS
-from trimtab.config.catalogue import find
+from trimtab.config.option import find
 
 OF_RAY = {"help", "head", "port", "node", "address", "working", "runtime", "dashboard"}  # as far as the first hyphen
 

@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from trimtab.config.checks import settle
-from trimtab.config.jobs import PPOOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of

@@ -2,9 +2,9 @@
 
 import pytest
 
-from trimtab.config.checks import settled_and_checked
-from trimtab.config.jobs import GRPOOptions, TailOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settled_and_checked
+from trimtab.config.rl_jobs import GRPOOptions, TailOptions
 from trimtab.errors import UserError
 
 

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from tests.config.test_idle import RL, lines_of
-from trimtab.config.checks import settled_and_checked
-from trimtab.config.jobs import JOBS, GRPOOptions
-from trimtab.config.parse import parse
+from trimtab.config.jobs import JOBS
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settled_and_checked
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.errors import UserError
 
 ASYNC = f"{RL} --async_train"

@@ -4,10 +4,11 @@ import inspect
 
 import pytest
 
-from trimtab.config.checks import check, settle
-from trimtab.config.groups import SCHEDULERS
-from trimtab.config.jobs import PPOOptions, SFTOptions, TailOptions
-from trimtab.config.parse import parse
+from trimtab.config.jobs import SFTOptions
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, settle
+from trimtab.config.rl_jobs import PPOOptions, TailOptions
+from trimtab.config.training_options import SCHEDULERS
 from trimtab.errors import UserError
 
 

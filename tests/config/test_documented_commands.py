@@ -5,19 +5,18 @@ import shlex
 
 import pytest
 
-from trimtab.config.checks import check, settle
 from trimtab.config.jobs import (
     ChatOptions,
     DPOOptions,
     GenerateOptions,
     KTOOptions,
     LoraCombineOptions,
-    PPOOptions,
     PRMOptions,
     RMOptions,
 )
-from trimtab.config.parse import parse
-from trimtab.config.support import hardware_problems, refuse_unimplemented
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, hardware_problems, refuse_unimplemented, settle
+from trimtab.config.rl_jobs import PPOOptions
 
 OFTEN = """--save_steps -1 --logging_steps 1 --eval_steps -1 --bf16 --max_epochs 1 --zero_stage 3 --pretrain owner/model
     --dataset owner/data --gradient_checkpointing"""
@@ -288,7 +287,7 @@ def test_documented_rl_commands_pass_the_checks_where_there_are_enough_gpus(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward_func.py").write_text("def reward_func(queries, prompts, labels): ...\n")
-    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: object())
+    monkeypatch.setattr("trimtab.config.resolved_config.find_spec", lambda module: object())
     options, warnings = settle(parse(PPOOptions, shlex.split(words)))
     warnings += check(options)
     refuse_unimplemented(options)

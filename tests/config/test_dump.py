@@ -2,10 +2,10 @@ import pytest
 import yaml
 
 from tests.config.every_job import EVERY_JOB
-from trimtab.config.checks import settled_and_checked
-from trimtab.config.dump import redact, to_dict, to_yaml
-from trimtab.config.jobs import PPOOptions, PRMOptions, SFTOptions
-from trimtab.config.parse import parse
+from trimtab.config.jobs import PRMOptions, SFTOptions
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import redact, settled_and_checked, to_dict, to_yaml
+from trimtab.config.rl_jobs import PPOOptions
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config.estimators import ESTIMATORS
-from trimtab.config.jobs import JOBS, RLOptions
+from trimtab.config.jobs import JOBS
+from trimtab.config.objective_options import ESTIMATORS
+from trimtab.config.rl_jobs import RLOptions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "rl.md").read_text()
@@ -56,8 +57,8 @@ import json
 from pathlib import Path
 from tests.report.pages import write_rl_run
 from tests.train.rl.test_experience import make
-from trimtab.config.checks import check
-from trimtab.config.help import help_text
+from trimtab.config.resolved_config import check
+from trimtab.config.parser import help_text
 from trimtab.config.jobs import GRPOOptions
 from trimtab.errors import UserError
 from trimtab.report.run_data import read_run

@@ -3,27 +3,31 @@ import dataclasses
 import pytest
 
 from tests.config.every_job import EVERY_JOB
-from trimtab.config import agents, attack, data, generation, groups, objectives, placement, rewards, rl, serving, tail
-from trimtab.config.catalogue import options_of
-from trimtab.config.job import job
+from trimtab.config import data_options as agents
+from trimtab.config import data_options as data
+from trimtab.config import inference_options as attack
+from trimtab.config import inference_options as generation
+from trimtab.config import inference_options as serving
+from trimtab.config import objective_options as objectives
+from trimtab.config import objective_options as rewards
+from trimtab.config import placement_options as placement
+from trimtab.config import rl_options as rl
+from trimtab.config import rl_options as tail
+from trimtab.config import training_options as groups
+from trimtab.config.aliases import ALIASES, IN_RL, meant
 from trimtab.config.jobs import (
-    AnyRLOptions,
     ChatOptions,
-    DAPOOptions,
     DPOOptions,
     GenerateOptions,
-    GRPOOptions,
     KDOptions,
     KTOOptions,
-    PPOOptions,
     PRMOptions,
-    ReinforceOptions,
-    RLOOOptions,
     RMOptions,
     SFTOptions,
 )
-from trimtab.config.option import Limits
-from trimtab.config.spellings import ALIASES, IN_RL, meant
+from trimtab.config.option import Limits, options_of
+from trimtab.config.rl_jobs import AnyRLOptions, DAPOOptions, GRPOOptions, PPOOptions, ReinforceOptions, RLOOOptions
+from trimtab.config.training_options import job
 
 SHARED_DEFAULTS = {
     **{"save_path": "./ckpt", "save_steps": -1, "save_hf_ckpt": False, "disable_ds_ckpt": False, "logging_steps": 1},

@@ -1,10 +1,9 @@
 import pytest
 
 from tests.config.every_job import EVERY_JOB
-from trimtab.config.catalogue import options_of
-from trimtab.config.help import COMMON, FEW, help_text
 from trimtab.config.jobs import KDOptions, LoraCombineOptions, SFTOptions
-from trimtab.config.parse import parse
+from trimtab.config.option import options_of
+from trimtab.config.parser import COMMON, FEW, help_text, parse
 
 
 @pytest.mark.parametrize("width", [70, 80, 120])

@@ -13,13 +13,11 @@ import pytest
 
 from tests.config.every_job import EVERY_JOB
 from trimtab.cli.main import VERBS
-from trimtab.config.catalogue import Option, options_of
-from trimtab.config.checks import settled_and_checked
-from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import JOBS, SFTOptions
-from trimtab.config.option import Options
-from trimtab.config.parse import parse
-from trimtab.config.support import hardware_problems
+from trimtab.config.option import Option, Options, options_of
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import hardware_problems, settled_and_checked
+from trimtab.config.training_options import CheckpointOptions
 from trimtab.errors import UserError
 
 ROOT = Path(__file__).parents[2]

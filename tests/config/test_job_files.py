@@ -3,7 +3,7 @@ import subprocess
 
 import pytest
 
-from trimtab.config.job_files import Command, Machines, read_command, shell_file, slurm_file, spread
+from trimtab.config.job_file import Command, Machines, read_command, shell_file, slurm_file, spread
 from trimtab.errors import UserError
 
 VERBS = {"tail": "trimtab.cli.train_tail", "attack": "trimtab.cli.attack"}

@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
-from trimtab.config.checks import check, settle
 from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, LoraCombineOptions, PRMOptions, RMOptions
+from trimtab.config.resolved_config import check, settle
 from trimtab.errors import UserError
 
 NEEDED = {

@@ -3,11 +3,11 @@ from typing import ClassVar
 
 import pytest
 
-from trimtab.config.checks import check, settle, settled_and_checked
-from trimtab.config.job import job
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.option import Limits, Options, every, option
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, settle, settled_and_checked
+from trimtab.config.training_options import job
 from trimtab.errors import UserError
 
 

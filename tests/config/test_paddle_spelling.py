@@ -7,13 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trimtab.config.catalogue import options_of
-from trimtab.config.checks import check, settle, settled_and_checked
-from trimtab.config.dump import to_yaml
-from trimtab.config.job_files import read_command
-from trimtab.config.paddle_keys import KEYS, table
-from trimtab.config.paddle_spelling import with_config
-from trimtab.config.parse import parse
+from trimtab.config.job_file import read_command
+from trimtab.config.option import options_of
+from trimtab.config.paddlenlp_aliases import KEYS, table, with_config
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, settle, settled_and_checked, to_yaml
 from trimtab.config.rl_jobs import AnyRLOptions, GRPOOptions
 from trimtab.errors import UserError
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config.checks import settle
-from trimtab.config.dump import to_yaml
-from trimtab.config.jobs import JOBS, SFTOptions, TailOptions
-from trimtab.config.parse import parse, parse_values
+from trimtab.config.jobs import JOBS, SFTOptions
+from trimtab.config.parser import parse, parse_values
+from trimtab.config.resolved_config import settle, to_yaml
+from trimtab.config.rl_jobs import TailOptions
 from trimtab.errors import UserError
 
 

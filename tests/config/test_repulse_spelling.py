@@ -5,12 +5,11 @@ import re
 
 import pytest
 
-from trimtab.config.checks import check, settle
-from trimtab.config.jobs import TailOptions
-from trimtab.config.parse import parse
-from trimtab.config.repulse_spelling import in_words_of_tail, is_repulse, run_name
-from trimtab.config.support import refuse_unimplemented
-from trimtab.config.tail import MODULATIONS
+from trimtab.config.parser import parse
+from trimtab.config.repulse_aliases import in_words_of_tail, is_repulse, run_name
+from trimtab.config.resolved_config import check, refuse_unimplemented, settle
+from trimtab.config.rl_jobs import TailOptions
+from trimtab.config.rl_options import MODULATIONS
 from trimtab.errors import UserError
 
 OFTEN = """--max_ckpt_num 1 --logging_steps 1 --eval_steps -1 --max_epochs 1 --prompt_max_len 1024 --zero_stage 2

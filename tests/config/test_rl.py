@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from trimtab.config.checks import check, settle
-from trimtab.config.jobs import GRPOOptions, PPOOptions, ReinforceOptions, RLOOOptions
+from trimtab.config.resolved_config import check, settle
+from trimtab.config.rl_jobs import GRPOOptions, PPOOptions, ReinforceOptions, RLOOOptions
 from trimtab.errors import UserError
 
 GIVEN = {"pretrain": "owner/model", "prompt_data": "owner/prompts", "reward_pretrain": "owner/judge"}

@@ -1,6 +1,6 @@
 import pytest
 
-from trimtab.config.run_names import RunName, abbreviated
+from trimtab.config.repulse_aliases import RunName, abbreviated
 
 SETTING_1 = {
     "rm_type": "rlhf",

@@ -1,9 +1,8 @@
 import pytest
 
-from trimtab.config.checks import check
-from trimtab.config.dump import to_yaml
 from trimtab.config.jobs import ServeRMOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, to_yaml
 from trimtab.errors import UserError
 
 VERIFIER = ["--reward_verifier", "gsm8k"]

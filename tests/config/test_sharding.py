@@ -2,10 +2,10 @@
 
 import pytest
 
-from trimtab.config.checks import settled_and_checked
 from trimtab.config.jobs import JOBS
-from trimtab.config.parse import parse
-from trimtab.config.sharding import ShardingOptions
+from trimtab.config.parser import parse
+from trimtab.config.placement_options import ShardingOptions
+from trimtab.config.resolved_config import settled_and_checked
 from trimtab.errors import UserError
 
 WORDS = {

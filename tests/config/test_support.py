@@ -1,7 +1,8 @@
 import pytest
 
-from trimtab.config import support
-from trimtab.config.jobs import GenerateOptions, PPOOptions, SFTOptions
+from trimtab.config import resolved_config as support
+from trimtab.config.jobs import GenerateOptions, SFTOptions
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.errors import UserError
 
 

@@ -1,8 +1,8 @@
 import pytest
 
-from trimtab.config.checks import check, settle
-from trimtab.config.jobs import TailOptions
-from trimtab.config.tail import GPT2_BAD_TOKENS, METHODS
+from trimtab.config.resolved_config import check, settle
+from trimtab.config.rl_jobs import TailOptions
+from trimtab.config.rl_options import GPT2_BAD_TOKENS, METHODS
 from trimtab.errors import UserError
 
 GIVEN = {"pretrain": "owner/model", "prompt_data": "owner/prompts", "reward_pretrain": "owner/judge"}

@@ -5,9 +5,9 @@ import pytest
 from tests.config.every_job import EVERY_JOB
 from trimtab.cli.main import VERBS as OUR_VERBS
 from trimtab.cli.main import main
-from trimtab.config import words
-from trimtab.config.catalogue import find, options_of
+from trimtab.config import aliases as words
 from trimtab.config.jobs import JOBS
+from trimtab.config.option import find, options_of
 
 
 def test_every_word_leads_to_options_that_exist_together_in_a_job():
@@ -59,7 +59,7 @@ def test_other_tools_words_lead_to_the_right_place(argv, told, capsys):
 
 def test_the_page_shows_the_table():
     page = Path(__file__).parents[2] / "docs" / "words.md"
-    assert page.read_text() == words.page(), "write it anew: page() of trimtab/config/words.py"
+    assert page.read_text() == words.page(), "write it anew: page() of trimtab/config/aliases.py"
 
 
 def test_what_trl_calls_the_same_is_accepted_or_answered():

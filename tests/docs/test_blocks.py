@@ -15,7 +15,7 @@ from tests.config.every_job import EVERY_JOB
 from tests.docs.pages import COMMAND, PAGES, PROJECT, Block, blocks_of
 from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.main import VERBS, main
-from trimtab.config.catalogue import find
+from trimtab.config.option import find
 from trimtab.embedded import sort_task
 
 RUN_BY = {

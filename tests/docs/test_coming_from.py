@@ -9,12 +9,11 @@ import pytest
 
 import trimtab
 from tests.docs.pages import DOCS, blocks, commands
-from trimtab.config import words
-from trimtab.config.catalogue import find, options_of
-from trimtab.config.checks import check, settle
+from trimtab.config import aliases as words
 from trimtab.config.jobs import JOBS
-from trimtab.config.parse import parse
-from trimtab.config.support import refuse_unimplemented
+from trimtab.config.option import find, options_of
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, refuse_unimplemented, settle
 
 PAGES = ["from_trl", "from_openrlhf", "from_verl", "from_prime_rl"]
 FILES = ("math_reward_func.py", "my_score.py", "gsm8k/train.parquet", "gsm8k/test.parquet")
@@ -29,7 +28,7 @@ def defaults(page: str) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_our_commands_are_understood_and_pass_the_checks(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: object())  # the extras are installed
+    monkeypatch.setattr("trimtab.config.resolved_config.find_spec", lambda module: object())  # the extras are installed
     for name in FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("def reward_func(queries, prompts, labels): ...\ncompute_score = reward_func\n")
@@ -65,7 +64,7 @@ def test_options_that_a_page_calls_ours_exist(page):
 def test_the_two_tables_of_names_are_those_of_the_program():
     page = (DOCS / "from_openrlhf.md").read_text()
     table = page.partition("<!-- begin: dotted -->\n\n")[2].partition("\n<!-- end: dotted -->")[0]
-    assert table == words.dotted(), "write it anew: dotted() of trimtab/config/words.py"
+    assert table == words.dotted(), "write it anew: dotted() of trimtab/config/aliases.py"
 
 
 @pytest.mark.parametrize("word", [entry.word for entry in words.WORDS if entry.tool == "OpenRLHF"])

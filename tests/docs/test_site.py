@@ -11,8 +11,8 @@ import pytest
 
 import trimtab
 from trimtab.cli.main import VERBS
-from trimtab.config.catalogue import options_of
 from trimtab.config.jobs import JOBS
+from trimtab.config.option import options_of
 
 PROJECT = Path(__file__).parents[2]
 SOURCES = SimpleNamespace(**runpy.run_path(str(PROJECT / "docs" / "site" / "sources.py")))

@@ -12,7 +12,7 @@ import pytest
 from tests.config.every_job import EVERY_JOB
 from tests.docs.pages import DOCS, blocks, runnable
 from trimtab.cli.main import main
-from trimtab.config.catalogue import find
+from trimtab.config.option import find
 from trimtab.embedded.sort_task import make_model, make_tokenizer
 from trimtab.envs.types import Task, Turn
 from trimtab.train.metrics import read_rows

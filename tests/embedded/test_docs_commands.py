@@ -8,7 +8,7 @@ import pytest
 from tests.config.every_job import EVERY_JOB
 from tests.docs.pages import DOCS, blocks, commands
 from trimtab.cli.main import main
-from trimtab.config.catalogue import find
+from trimtab.config.option import find
 
 FEW = ["--max_samples", "72"]  # two steps at the pages' batch size, the second a small one
 EXTRA = {verb: [*FEW, "--eval_max_samples", "72"] for verb in ("sft", "rm", "prm", "dpo", "kto", "kd")}

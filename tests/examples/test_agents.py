@@ -6,8 +6,8 @@ import pytest
 
 from tests.examples.test_examples import EXAMPLES, command
 from trimtab.config import jobs
-from trimtab.config.checks import check, settle
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, settle
 from trimtab.envs.tools import tool_schemas
 from trimtab.envs.types import Task, Turn
 

@@ -12,9 +12,8 @@ import pytest
 from tests.cli.sft_job import write_rows
 from tests.examples.test_examples import EXAMPLES, folder, run  # noqa: F401 (a fixture)
 from trimtab.config import jobs
-from trimtab.config.checks import check, settle
-from trimtab.config.parse import parse
-from trimtab.config.support import refuse_unimplemented
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, refuse_unimplemented, settle
 
 CLASSES = {
     "batch_inference": jobs.GenerateOptions,

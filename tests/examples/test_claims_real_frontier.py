@@ -20,7 +20,7 @@ import real_frontier_variants as variants  # noqa: E402
 import real_frontier_views as views  # noqa: E402
 from estimates import at  # noqa: E402
 
-from trimtab.config.catalogue import options_of  # noqa: E402
+from trimtab.config.option import options_of  # noqa: E402
 from trimtab.config.rl_jobs import TailOptions  # noqa: E402
 from trimtab.embedded import tiny_recipes  # noqa: E402
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.examples.test_examples import EXAMPLES, command, folder, run  # noqa: F401 (a fixture)
-from trimtab.config.checks import check, settle
-from trimtab.config.jobs import PPOOptions
-from trimtab.config.parse import parse
-from trimtab.config.support import refuse_unimplemented
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, refuse_unimplemented, settle
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.plan.layouts import layout_of
 
 UNITS = ["actor", "reference", "critic", "reward"]

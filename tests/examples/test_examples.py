@@ -16,9 +16,8 @@ import pytest
 from tests import warm
 from tests.config.every_job import EVERY_JOB
 from trimtab.config import jobs
-from trimtab.config.checks import check, settle
-from trimtab.config.parse import parse
-from trimtab.config.support import refuse_unimplemented
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, refuse_unimplemented, settle
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SPLIT = ("train_sft_ring", "train_dpo_ring", "train_sft_tensor")  # over two processes at least

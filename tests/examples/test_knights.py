@@ -11,8 +11,8 @@ import pytest
 
 from tests.examples.test_examples import EXAMPLES, run
 from tests.rewards.running import running
-from trimtab.config.paddle_spelling import with_config
-from trimtab.config.parse import parse
+from trimtab.config.paddlenlp_aliases import with_config
+from trimtab.config.parser import parse
 from trimtab.config.rl_jobs import AnyRLOptions
 from trimtab.embedded import knights_task
 from trimtab.rewards.verifiers import make_verifier

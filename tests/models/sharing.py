@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.models.splitting import load_split, options_of, values
 from tests.tiny import tiny_model
 from trimtab.algos.supervised_losses import load_balancing_loss
-from trimtab.config.groups import BackwardOptions
+from trimtab.config.training_options import BackwardOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
 from trimtab.distributed.fsdp import shard, whole

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.config.checks import settle
 from trimtab.config.jobs import RMOptions, SFTOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer

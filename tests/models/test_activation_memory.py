@@ -5,8 +5,8 @@ import torch
 
 from tests.samples import batch_of
 from tests.tiny import FAMILIES, tiny_model
-from trimtab.config.checks import settled_and_checked
 from trimtab.config.jobs import SFTOptions
+from trimtab.config.resolved_config import settled_and_checked
 from trimtab.errors import UserError
 from trimtab.models.activation_memory import ActivationOffload, OffloadedTensor, enable_gradient_checkpointing
 from trimtab.models.policy import Policy

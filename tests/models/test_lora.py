@@ -9,7 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.samples import batch_of
 from tests.tiny import COMMON, LATENT, ROUTED, tiny_model
-from trimtab.config.groups import LoraOptions
+from trimtab.config.training_options import LoraOptions
 from trimtab.errors import UserError
 from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy

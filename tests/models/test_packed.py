@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tiny import VOCABULARY, tiny_model
-from trimtab.config.groups import LoraOptions
+from trimtab.config.training_options import LoraOptions
 from trimtab.models.lora import add_adapters
 from trimtab.models.packed import has_dropout, switch_off_dropout
 

@@ -21,9 +21,9 @@ from transformers import (
 from tests.tiny import tiny_model
 from tests.train.job_run import make_run, preference_rows, write_model, write_rows
 from trimtab.cli.main import main
-from trimtab.config.checks import settle
 from trimtab.config.jobs import RMOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import find_device

@@ -7,7 +7,7 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig
 
 from tests.tiny import tiny_model
 from trimtab.config.jobs import DPOOptions, SFTOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
 from trimtab.errors import UserError
 from trimtab.models.parallel.sharded_model import check_parallel_options
 from trimtab.models.parallel.tensor_parallel import FAMILIES, key_value_heads_used

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model
-from trimtab.config.groups import LoraOptions
+from trimtab.config.training_options import LoraOptions
 from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.weight_export import WeightExport

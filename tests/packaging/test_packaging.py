@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 from tests.test_architecture import FILES, imports
-from trimtab.config.job_files import LAUNCHERS
+from trimtab.config.job_file import LAUNCHERS
 
 PROJECT = Path(__file__).parents[2]
 METADATA = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]

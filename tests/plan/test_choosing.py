@@ -11,7 +11,7 @@ from tests.cli.sft_job import write_model, write_rows
 from tests.tiny import tiny_model
 from trimtab.cli.main import main
 from trimtab.config.jobs import SFTOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.plan.hardware import NAMED, ClusterHardware

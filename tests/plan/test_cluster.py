@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from tests.tiny import tiny_model
-from trimtab.config.checks import settle
-from trimtab.config.jobs import GRPOOptions, PPOOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
+from trimtab.config.rl_jobs import GRPOOptions, PPOOptions
 from trimtab.distributed.ray.placement import Engines, Layout, Pool
 from trimtab.plan.hardware import LINK_SHARE, NAMED, ClusterHardware, Hardware
 from trimtab.plan.layouts import cluster_candidates, groupings, layout_flags, layout_of, sizes_of, splits

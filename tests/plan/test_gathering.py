@@ -3,9 +3,9 @@
 import pytest
 
 from tests.tiny import tiny_model
-from trimtab.config.checks import settle
-from trimtab.config.jobs import GRPOOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.distributed.device import find_device
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError

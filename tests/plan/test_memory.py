@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.tiny import tiny_model
-from trimtab.config.jobs import DPOOptions, GRPOOptions, PPOOptions, SFTOptions
+from trimtab.config.jobs import DPOOptions, SFTOptions
+from trimtab.config.rl_jobs import GRPOOptions, PPOOptions
 from trimtab.models.policy import Policy
 from trimtab.plan.hardware import GIB, NAMED, Hardware
 from trimtab.plan.memory import FILL, Memory, Part

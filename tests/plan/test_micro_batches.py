@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from tests.cli.sft_job import write_model, write_rows
 from tests.train.rl import rl_run
 from trimtab.cli.main import main
-from trimtab.config.jobs import TRAINED, GRPOOptions, RLOptions, SFTOptions, TailOptions
-from trimtab.config.parse import parse
+from trimtab.config.jobs import TRAINED, SFTOptions
+from trimtab.config.parser import parse
+from trimtab.config.rl_jobs import GRPOOptions, RLOptions, TailOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World
 from trimtab.plan.micro_batches import is_wanted, with_default_tokens, with_planned_micro_batches

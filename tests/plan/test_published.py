@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.config.checks import settle
-from trimtab.config.jobs import PPOOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.plan.hardware import NAMED, ClusterHardware
 from trimtab.plan.layouts import PAIRS, cluster_candidates
 from trimtab.plan.planner import Planner, best

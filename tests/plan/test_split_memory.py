@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from tests.tiny import tiny_model
-from trimtab.config.checks import settle
-from trimtab.config.jobs import DPOOptions, GRPOOptions, SFTOptions
-from trimtab.config.parse import parse
+from trimtab.config.jobs import DPOOptions, SFTOptions
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.distributed import fsdp
 from trimtab.plan.hardware import NAMED, Hardware
 from trimtab.plan.memory import LEARNT_KEYS

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from tests.tiny import tiny_model
-from trimtab.config.checks import settle
 from trimtab.config.jobs import SFTOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
 from trimtab.plan.hardware import GIB, NAMED, ClusterHardware, Hardware
 from trimtab.plan.layouts import Split
 from trimtab.plan.planner import Plan, Planner, best, fitting_changes, make_plan, plan_layouts

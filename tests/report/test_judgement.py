@@ -9,10 +9,9 @@ import pytest
 
 from tests.report.pages import Checked, write_metrics, write_rl_run, write_run
 from trimtab.cli.main import main
-from trimtab.config.agents import AgentTrainingOptions
-from trimtab.config.asynchronous import AsyncOptions
-from trimtab.config.placement import ClusterOptions
-from trimtab.config.rl import EngineOptions
+from trimtab.config.data_options import AgentTrainingOptions
+from trimtab.config.placement_options import ClusterOptions
+from trimtab.config.rl_options import AsyncOptions, EngineOptions
 from trimtab.report.judgement import OF_THE_DEVICE
 from trimtab.report.run_data import read_run
 from trimtab.train.run_directory import WITHOUT_EFFECT

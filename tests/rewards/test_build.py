@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
-from trimtab.config.jobs import GenerateOptions, GRPOOptions, PPOOptions
+from trimtab.config.jobs import GenerateOptions
+from trimtab.config.rl_jobs import GRPOOptions, PPOOptions
 from trimtab.data.prompts import build_prompt_store
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer

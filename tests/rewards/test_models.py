@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from tests.tiny import tiny_model
-from trimtab.config.groups import LoadOptions
-from trimtab.config.objectives import RewardHeadOptions
+from trimtab.config.objective_options import RewardHeadOptions
+from trimtab.config.training_options import LoadOptions
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError

@@ -10,7 +10,8 @@ from transformers import (
 
 from tests.rewards.encoder import write_encoder
 from tests.tiny import tiny_model
-from trimtab.config.jobs import AttackOptions, TailOptions
+from trimtab.config.jobs import AttackOptions
+from trimtab.config.rl_jobs import TailOptions
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.rewards.build import build_reward

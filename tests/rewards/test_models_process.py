@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.rewards.samples import make_reward_request
 from tests.train.job_run import write_model
-from trimtab.config.groups import LoadOptions
-from trimtab.config.objectives import StepRewardOptions
+from trimtab.config.objective_options import StepRewardOptions
+from trimtab.config.training_options import LoadOptions
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError

@@ -216,7 +216,7 @@ def test_in_half_precision_what_follows_a_draft_is_drawn_from_the_policy_as_it_i
 
 def test_adapters_are_part_of_what_is_recorded(monkeypatch):
     pytest.importorskip("peft")
-    from trimtab.config.groups import LoraOptions
+    from trimtab.config.training_options import LoraOptions
     from trimtab.models.lora import adapters_off, add_adapters
 
     policy = policy_of()
@@ -241,7 +241,7 @@ def test_adapters_are_part_of_what_is_recorded(monkeypatch):
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj", "up_proj"]])
 def test_kernels_with_adapters_sample_from_the_adapted_policy(targets, monkeypatch):
     pytest.importorskip("peft")
-    from trimtab.config.groups import LoraOptions
+    from trimtab.config.training_options import LoraOptions
     from trimtab.models.lora import add_adapters
 
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16

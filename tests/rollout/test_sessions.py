@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.rollout.test_builtin_engine import TIGHT, policy_of, prompts
-from trimtab.config.groups import LoraOptions
 from trimtab.config.rl_jobs import RLOptions
+from trimtab.config.training_options import LoraOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
 from trimtab.errors import UserError

@@ -6,7 +6,7 @@ import torch
 from tests.rollout.test_builtin_engine import hugging_face, policy_of, prompts
 from tests.samples import random_examples
 from tests.tiny import tiny_model
-from trimtab.config.groups import LoraOptions
+from trimtab.config.training_options import LoraOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.models.lora import adapters_off, add_adapters
 from trimtab.models.policy import Policy

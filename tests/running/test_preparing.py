@@ -19,7 +19,7 @@ def test_options_that_were_made_in_python_are_settled_and_checked(capsys):
 
 
 def test_what_this_machine_lacks_is_said_in_a_dry_run_and_refused_else(monkeypatch, capsys):
-    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: None)
+    monkeypatch.setattr("trimtab.config.resolved_config.find_spec", lambda module: None)
     liger = {"pretrain": "owner/model", "dataset": "owner/data", "use_liger_kernel": True}
     prepared(SFTOptions(**liger, dry_run=True))
     assert "--use_liger_kernel needs the package" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.config.jobs import GRPOOptions
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.errors import UserError
 from trimtab.server import environment_factory as environment_engine
 

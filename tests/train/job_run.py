@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tests.tiny import tiny_model
-from trimtab.config.checks import check, settle
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, settle
 from trimtab.distributed.device import find_device
 from trimtab.distributed.process_group import World
 from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of

@@ -6,10 +6,9 @@ import pytest
 
 from tests.cli.sft_job import write_model, write_rows
 from trimtab.cli.main import main
-from trimtab.config.checks import settle
-from trimtab.config.dump import to_yaml
 from trimtab.config.jobs import JOBS
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle, to_yaml
 from trimtab.embedded.sort_task import make_rows
 from trimtab.train.metrics import read_rows
 

@@ -14,7 +14,7 @@ import torch
 from tests import warm
 from tests.train.every_loop import LOOPS, model, words
 from tests.train.rl.rl_run import without
-from trimtab.config.groups import CheckpointOptions
+from trimtab.config.training_options import CheckpointOptions
 from trimtab.train import run_directory as space
 from trimtab.train.metrics import MetricsFile
 from trimtab.train.run_directory import SpaceWatch, adam_bytes

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.config.jobs import DPOOptions, PPOOptions, SFTOptions
-from trimtab.config.parse import parse
+from trimtab.config.jobs import DPOOptions, SFTOptions
+from trimtab.config.parser import parse
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.distributed.device import find_device
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from trimtab.config.groups import LoggingOptions
+from trimtab.config.training_options import LoggingOptions
 from trimtab.errors import UserError
 from trimtab.train.metrics import MetricsFile, RunLog, WandbLog, open_logs, read_rows
 

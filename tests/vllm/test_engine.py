@@ -185,7 +185,7 @@ def test_a_head_of_its_own_is_renewed_too(tmp_path):
 
 @pytest.mark.parametrize("adapters", [True, False], ids=["adapter", "merged"])
 def test_lora_goes_to_the_engine_both_ways(adapters, tmp_path):
-    from trimtab.config.groups import LoraOptions
+    from trimtab.config.training_options import LoraOptions
     from trimtab.models.lora import add_adapters
     from trimtab.models.policy import Policy
 

@@ -135,7 +135,7 @@ def test_two_engines_hear_one_sender(tmp_path):
 
 
 def test_an_adapter_goes_over_the_link(tmp_path):
-    from trimtab.config.groups import LoraOptions
+    from trimtab.config.training_options import LoraOptions
     from trimtab.models.lora import add_adapters
     from trimtab.models.policy import Policy
 

@@ -1,4 +1,4 @@
-"""Rewards of answers to their advantages, by the estimators of the RL jobs (config/estimators.py, algos/)."""
+"""Rewards of answers to their advantages, by the estimators of the RL jobs (config/objective_options.py, algos/)."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 from trimtab.algos.advantages import whiten
 from trimtab.algos.group_rewards import SHAPED_BY, for_answers
 from trimtab.api.suggesting import suggested
-from trimtab.config.estimators import ESTIMATORS
+from trimtab.config.objective_options import ESTIMATORS
 from trimtab.errors import UserError
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from trimtab.api.given import Given, is_model
 from trimtab.api.rewards import reward_options
-from trimtab.config.catalogue import Option, find, options_of
-from trimtab.config.groups import PER_DEVICE, CallOptions
-from trimtab.config.parse import parse_values
+from trimtab.config.option import Option, find, options_of
+from trimtab.config.parser import parse_values
+from trimtab.config.training_options import PER_DEVICE, CallOptions
 from trimtab.errors import UserError
 
 DATA = ("prompt_data", "dataset", "eval_dataset", "pretrain_data", "heldout_prompt_data")

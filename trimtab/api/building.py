@@ -10,12 +10,11 @@ import torch
 
 from trimtab.api.samples import OF_TOKENS, Sample
 from trimtab.api.suggesting import suggested
-from trimtab.config.catalogue import options_of as described
-from trimtab.config.checks import settled_and_checked
-from trimtab.config.learner import LearnerOptions
-from trimtab.config.parse import value_of
-from trimtab.config.support import hardware_problems
-from trimtab.config.words import advice
+from trimtab.config.aliases import advice
+from trimtab.config.jobs import LearnerOptions
+from trimtab.config.option import options_of as described
+from trimtab.config.parser import value_of
+from trimtab.config.resolved_config import hardware_problems, settled_and_checked
 from trimtab.data.hub import trusting
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, count_accelerators, find_device

@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from trimtab.api.suggesting import suggested
-from trimtab.config.parse import as_in_yaml
-from trimtab.config.values import plain
+from trimtab.config.option import plain
+from trimtab.config.parser import as_in_yaml
 from trimtab.errors import UserError
 from trimtab.rollout.sampling import SamplingParams
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from trimtab.api.arguments import Arguments, resolved
 from trimtab.api.rewards import argument_names
 from trimtab.api.starting import Hearing, check_can_be_asked, in_one_class, in_words, with_paths, without_keys
-from trimtab.config.dump import redact
 from trimtab.config.jobs import GenerateOptions
-from trimtab.config.parse import parse_values
+from trimtab.config.parser import parse_values
+from trimtab.config.resolved_config import redact
 from trimtab.files import new_temporary_folder, remove
 from trimtab.rewards.functions import register_functions
 from trimtab.running.preparing import prepared, trusting_code

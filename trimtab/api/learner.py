@@ -28,7 +28,7 @@ from trimtab.api.samples import Episode, Rows, Sample, as_list, temperature_of
 from trimtab.api.starting import in_one_class
 from trimtab.api.suggesting import suggested
 from trimtab.api.turns import Turns
-from trimtab.config.learner import LearnerOptions
+from trimtab.config.jobs import LearnerOptions
 from trimtab.data.tokenizer import texts_of
 from trimtab.distributed.random_state import RandomStream
 from trimtab.envs.types import Message

@@ -5,8 +5,8 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from trimtab.config.catalogue import Option, options_of
 from trimtab.config.jobs import JOBS
+from trimtab.config.option import Option, options_of
 from trimtab.errors import UserError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trimtab.config.groups import PretrainOptions
+from trimtab.config.training_options import PretrainOptions
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
 from trimtab.models.folder import ADAPTER

@@ -12,10 +12,10 @@ import numpy as np
 
 from trimtab.api.prompts import Prompts
 from trimtab.api.samples import Episode, Sample
-from trimtab.config.agents import EnvironmentOptions
-from trimtab.config.catalogue import options_of
-from trimtab.config.checks import check
-from trimtab.config.parse import value_of
+from trimtab.config.data_options import EnvironmentOptions
+from trimtab.config.option import options_of
+from trimtab.config.parser import value_of
+from trimtab.config.resolved_config import check
 from trimtab.data.tokenizer import texts_of
 from trimtab.envs.environment_pool import EnvironmentPool, LocalEnvironmentPool, SandboxLimits
 from trimtab.envs.types import Message, Task

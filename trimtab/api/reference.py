@@ -8,7 +8,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 
-from trimtab.config.learner import LearnerOptions
+from trimtab.config.jobs import LearnerOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded, load_frozen_policy

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from trimtab.api.arguments import resolved
 from trimtab.api.rewards import argument_names
 from trimtab.api.starting import in_one_class, train
-from trimtab.config.groups import checkpoints_in
+from trimtab.config.data_options import listed
 from trimtab.config.jobs import TRAINED
-from trimtab.config.rewards import GIVEN
-from trimtab.config.sources import listed
+from trimtab.config.objective_options import GIVEN
+from trimtab.config.training_options import checkpoints_in
 from trimtab.errors import UserError
 from trimtab.report.run_data import OPTIONS
 

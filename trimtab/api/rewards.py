@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trimtab.api.given import Given, is_model
-from trimtab.config.rewards import GIVEN
+from trimtab.config.objective_options import GIVEN
 from trimtab.errors import UserError
 
 # In the order in which --reward_weights counts them; a verifier's weight stands in its name.

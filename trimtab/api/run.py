@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.api.card import html_card, last_figures
 from trimtab.api.starting import in_one_class
-from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import TRAINED, TrainedOptions
-from trimtab.config.parse import parse_values
+from trimtab.config.parser import parse_values
+from trimtab.config.training_options import CheckpointOptions
 from trimtab.errors import UserError
 from trimtab.report import run_data
 from trimtab.report.findings import alarms

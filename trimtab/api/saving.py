@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import trimtab
-from trimtab.config.learner import LearnerOptions
+from trimtab.config.jobs import LearnerOptions
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.files import replacing, writing

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trimtab.api.arguments import Arguments, as_arguments
 from trimtab.api.given import FOLDER, Given
-from trimtab.config.dump import redact
-from trimtab.config.groups import CallOptions
 from trimtab.config.jobs import TRAINED, TrainedOptions
-from trimtab.config.parse import parse_values
+from trimtab.config.parser import parse_values
+from trimtab.config.resolved_config import redact
+from trimtab.config.training_options import CallOptions
 from trimtab.errors import Error, Interrupted, RunFailed, UserError, error_chain
 from trimtab.files import LOCK, locked, new_temporary_folder, remove, writing
 from trimtab.running.faults import in_our_words

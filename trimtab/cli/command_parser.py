@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from trimtab.config.parse import take_negative_numbers
+from trimtab.config.parser import take_negative_numbers
 from trimtab.errors import UserError
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.run import guarded
-from trimtab.config.groups import CallOptions
-from trimtab.config.job_files import Command, Job, Machines, read_command, shell_file, slurm_file, spread
+from trimtab.config.job_file import Command, Job, Machines, read_command, shell_file, slurm_file, spread
 from trimtab.config.jobs import JOBS
 from trimtab.config.option import Limits
-from trimtab.config.parse import parse
-from trimtab.config.repulse_spelling import in_words_of_tail, is_repulse
+from trimtab.config.parser import parse
+from trimtab.config.repulse_aliases import in_words_of_tail, is_repulse
+from trimtab.config.training_options import CallOptions
 from trimtab.errors import UserError
 
 WRITTEN = ("save_path", "ckpt_path", "output_path")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import trimtab
 from trimtab.cli.run import guarded
-from trimtab.config import words
+from trimtab.config import aliases as words
 
 VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("trimtab.cli.quickstart", "train a tiny model on this machine and look at what it learnt"),

@@ -12,10 +12,10 @@ from typing import Any
 
 from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.run import guarded
-from trimtab.config.checks import settle
 from trimtab.config.jobs import TRAINED, SupervisedOptions
 from trimtab.config.option import Limits
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import settle
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
@@ -67,7 +67,7 @@ def _check_cluster(own: argparse.Namespace) -> None:
 
 def _with_shapes(options: Planned, folder: Path) -> Planned:
     """Models that are given by their size alone get a folder with their configuration."""
-    from trimtab.config.sources import listed
+    from trimtab.config.data_options import listed
     from trimtab.plan import workload
 
     changes: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def _with_shapes(options: Planned, folder: Path) -> Planned:
 
 
 def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustered: bool) -> None:
-    from trimtab.config.groups import PASS_SIZES
+    from trimtab.config.training_options import PASS_SIZES
     from trimtab.distributed.device import find_device
     from trimtab.models.pretrained import quiet_transformers
     from trimtab.plan.hardware import ClusterHardware, named, shared

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from trimtab.cli.run import run_job
-from trimtab.config.agents import SOURCES
+from trimtab.config.data_options import SOURCES
 from trimtab.config.jobs import PlayOptions
 from trimtab.errors import RunFailed, UserError
 from trimtab.running.speaking import say

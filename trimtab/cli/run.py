@@ -5,10 +5,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from trimtab.config.dump import redact, secrets_of, to_yaml
-from trimtab.config.groups import CallOptions
 from trimtab.config.option import Options
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import redact, secrets_of, to_yaml
+from trimtab.config.training_options import CallOptions
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.running.faults import in_our_words
 from trimtab.running.preparing import prepared, trusting_code

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from trimtab.cli import train_rl
-from trimtab.config.paddle_spelling import with_config
+from trimtab.config.paddlenlp_aliases import with_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from trimtab.cli.run import run_job
+from trimtab.config.inference_options import NO_TOKEN
 from trimtab.config.jobs import ServeOptions
-from trimtab.config.serving import NO_TOKEN
 from trimtab.running.speaking import say
 
 

@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 
 from trimtab.cli.run import run_job
+from trimtab.config.inference_options import NO_TOKEN
 from trimtab.config.jobs import ServeRMOptions
-from trimtab.config.serving import NO_TOKEN
 
 
 def main(argv: Sequence[str] | None = None) -> int:

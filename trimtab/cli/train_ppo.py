@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from trimtab.cli import train_tail
 from trimtab.cli.run import guarded
 from trimtab.cli.training import training_main
-from trimtab.config.repulse_spelling import in_words_of_tail, is_repulse
+from trimtab.config.repulse_aliases import in_words_of_tail, is_repulse
 
 
 def main(argv: Sequence[str] | None = None) -> int:

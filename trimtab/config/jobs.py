@@ -2,42 +2,73 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
-from trimtab.config.agents import EnvironmentOptions, LookingOptions
-from trimtab.config.attack import (
-    AttackedOptions,
-    RewardInputOptions,
-    SearchOptions,
-    SuccessOptions,
-    TargetFileOptions,
-)
-from trimtab.config.data import (
+from trimtab.config.data_options import (
     ChatTemplateOptions,
     ConversationOptions,
     CountOptions,
     DataOptions,
+    EnvironmentOptions,
     InputColumn,
     LabelColumn,
     LengthOptions,
+    LookingOptions,
     OutputColumn,
     PreferenceColumns,
     PromptLengthOptions,
     SourceOptions,
     TemplateOptions,
+    listed,
 )
-from trimtab.config.generation import (
+from trimtab.config.inference_options import (
     AnswerLengthOptions,
+    AttackedOptions,
     BatchEngineOptions,
     ConditionOptions,
     DrawingOptions,
+    PolicyServerOptions,
     PostProcessingOptions,
     PreambleOptions,
+    RewardInputOptions,
+    RewardServerOptions,
+    SearchOptions,
     SelectionOptions,
+    StepScoreOptions,
+    SuccessOptions,
+    TargetFileOptions,
     TaskOptions,
 )
-from trimtab.config.groups import (
+from trimtab.config.objective_options import (
+    CachedReferenceOptions,
+    DistillationOptions,
+    JudgeOptions,
+    MergeOptions,
+    PreferenceLossOptions,
+    ReferenceOptions,
+    RewardHeadOptions,
+    RewardLossOptions,
+    RewardScaleOptions,
+    RewardSourceOptions,
+    StepRewardOptions,
+    TargetOptions,
+    UnpairedLossOptions,
+)
+from trimtab.config.option import option
+from trimtab.config.placement_options import ShardingOptions
+from trimtab.config.rl_jobs import (
+    AnyRLOptions,
+    DAPOOptions,
+    GRPOOptions,
+    PPOOptions,
+    ReinforceOptions,
+    RLOOOptions,
+    RLOptions,
+    TailOptions,
+)
+from trimtab.config.rl_options import EngineOptions, PromptColumns
+from trimtab.config.training_options import (
     AnswerOptions,
     BackwardOptions,
     BatchOptions,
@@ -54,35 +85,9 @@ from trimtab.config.groups import (
     PretrainOptions,
     ProcessOptions,
     RunOptions,
+    job,
+    with_defaults,
 )
-from trimtab.config.job import job
-from trimtab.config.objectives import (
-    CachedReferenceOptions,
-    DistillationOptions,
-    MergeOptions,
-    PreferenceLossOptions,
-    ReferenceOptions,
-    RewardHeadOptions,
-    RewardLossOptions,
-    StepRewardOptions,
-    TargetOptions,
-    UnpairedLossOptions,
-)
-from trimtab.config.rewards import JudgeOptions, RewardScaleOptions, RewardSourceOptions
-from trimtab.config.rl import PromptColumns
-from trimtab.config.rl_jobs import (
-    AnyRLOptions,
-    DAPOOptions,
-    GRPOOptions,
-    PPOOptions,
-    ReinforceOptions,
-    RLOOOptions,
-    RLOptions,
-    TailOptions,
-)
-from trimtab.config.serving import PolicyServerOptions, RewardServerOptions, StepScoreOptions
-from trimtab.config.sharding import ShardingOptions
-from trimtab.config.sources import listed
 from trimtab.errors import UserError
 
 _OF_GENERATION = (
@@ -420,3 +425,46 @@ JOBS: dict[str, type[CallOptions]] = {
     **{job.verb: job for job in (LoraCombineOptions, ServeOptions, ServeRMOptions)},
 }
 """Every job by its verb."""
+
+
+# ---- What a Learner is made with (trimtab/api/learner.py): options of models, adapters, optimiser and engine. Its work is not a run: there are no data, no schedule, no folder and one process.
+
+
+_NOT_TAKEN = {
+    *("compile", "aux_loss_coef", "flash_attn", "use_ms", "gradient_checkpointing_use_reentrant"),
+    *("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"),
+    *(known.name for known in fields(ShardingOptions)),
+    *(known.name for known in fields(RunOptions)),
+} - {"adam_offload", "grad_accum_dtype", "seed", "full_determinism"}
+
+
+@with_defaults(learning_rate=1e-6, seed=0)
+class LearnerOptions(
+    ModelOptions,
+    DropoutOptions,
+    LoraOptions,
+    OptimiserOptions,
+    EngineOptions,
+    ChatTemplateOptions,
+    ShardingOptions,
+    RunOptions,
+):
+    """Learner"""
+
+    pass_tokens: int | None = option(None, at_least=1)
+    """Tokens in one forward and backward pass; unset: 8192, and on a CPU 2048. It changes memory and speed, not the
+    result; where passes do not fit, they are made smaller."""
+
+    @classmethod
+    def taken(cls) -> list[str]:
+        """The names that a Learner takes, but for its model."""
+        known = [known.name for known in fields(cls) if "no_option" not in known.metadata]
+        return [name for name in known if name not in _NOT_TAKEN and name != "pretrain"]
+
+    def may_lack(self, name: str) -> bool:
+        return name == "pretrain" or super().may_lack(name)  # a module may be given
+
+    def check(self) -> Iterable[str]:
+        if self.plans_recomputation:
+            raise UserError("--gradient_checkpointing_layers auto: only a run is planned; give a number")
+        return ()

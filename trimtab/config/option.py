@@ -5,9 +5,21 @@ What stands beside a field is read through catalogue.py: bounds and choices by c
 option needs to have an effect. What several options say together is said by the `check` of their group.
 """
 
+import ast
+import difflib
+import functools
+import inspect
+import itertools
+import math
+import sys
+import textwrap
+import types
+import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, cast
+
+from trimtab.config.aliases import aliases_of, meant
 
 Place = Literal["path", "model"]
 
@@ -149,3 +161,243 @@ class Options:
     def idle(self, names: Iterable[str], why: str) -> list[str]:
         """A line for each of these options that the user set."""
         return [f"--{name} has no effect {why}" for name in names if self.asks(name)]
+
+
+# ---- What options a job has, read from its dataclass: the one description that parsing, help and YAML share.
+
+
+@dataclass(frozen=True)
+class Option:
+    name: str
+    kind: type
+    """bool, int, float or str: the type of one value."""
+    count: int | None
+    """How many values: None for one, 0 for one or more, n for exactly n."""
+    optional: bool
+    """None is a value."""
+    words: tuple[str, ...]
+    """Words that are values beside those of its type."""
+    bare: str | None
+    """A text option that may stand alone, and then has this value; False then means None."""
+    default: Any
+    help: str
+    section: str
+    aliases: tuple[str, ...]
+    secret: bool
+    of_this_call: bool
+    required: tuple[str, str] | None
+    """What stands for its value in the usage line, and in words what to give, if the job cannot start without it."""
+    limits: Limits
+    place: Place | None
+    """A hub name, or a path that must exist: of anything, or of models, separated by commas."""
+    needs: tuple[str, Any] | None
+    """The option without which this one has no effect, and the value it must have, or None for any."""
+    refused: str | None
+    """Why no value but the default is taken."""
+    always: bool
+    """A switch for what is always done here."""
+    addresses: bool
+    """Addresses of servers may be in it, with credentials."""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+
+def options_of(job_class: type) -> dict[str, Option]:
+    """The options of a job by name, in the order in which help shows them."""
+    return _described(job_class)
+
+
+@functools.cache
+def _described(job_class: type) -> dict[str, Option]:
+    declared = {known.name: known for known in fields(job_class) if "no_option" not in known.metadata}
+    options: dict[str, Option] = {}
+    for group in job_class.__mro__:
+        for name, text in _help_texts(group).items():
+            if name in declared:
+                aliases = aliases_of(name, declared)
+                options[name] = _option(declared[name], text, inspect.getdoc(group) or "", aliases)
+    assert options.keys() == declared.keys(), f"without help text: {sorted(declared.keys() - options.keys())}"
+    return options
+
+
+def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) -> Option:
+    kind, count, optional, words = _shape(declared.type)
+    assert declared.default is not MISSING, f"{declared.name} has no default"
+    needs = declared.metadata.get("needs")
+    return Option(
+        name=declared.name,
+        kind=kind,
+        count=count,
+        optional=optional or "required" in declared.metadata,  # None until it is set
+        words=words,
+        bare=declared.metadata.get("bare"),
+        default=declared.default,
+        help=_with_names(text, declared.metadata.get("called", {})),
+        section=section,
+        aliases=aliases,
+        secret="secret" in declared.metadata,
+        of_this_call="of_this_call" in declared.metadata,
+        required=declared.metadata.get("required"),
+        limits=declared.metadata.get("limits", Limits()),
+        place=declared.metadata.get("place"),
+        needs=(needs, None) if isinstance(needs, str) else needs,
+        refused=declared.metadata.get("refused"),
+        always=declared.metadata.get("always", False),
+        addresses=declared.metadata.get("addresses", False),
+    )
+
+
+def _with_names(text: str, called: dict[Any, str]) -> str:
+    """The help of an option whose choices have names that people know."""
+    if not called:
+        return text
+    *others, last = (f"{choice} ({name})" for choice, name in called.items())
+    return f"{text}: {', '.join(others)} or {last}."
+
+
+def _shape(annotation: Any) -> tuple[type, int | None, bool, tuple[str, ...]]:
+    """The type of one value, how many there are, whether None is one, and which words are: `int | Literal["auto"]`."""
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    members = typing.get_args(annotation) if union else (annotation,)
+    words = [word for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)]
+    (kind,) = (m for m in members if m is not types.NoneType and typing.get_origin(m) is not Literal)
+    optional = types.NoneType in members
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)
+        return inner[0], (0 if inner[-1] is Ellipsis else len(inner)), optional, tuple(words)
+    assert kind in (bool, int, float, str), f"no command line form for {annotation}"
+    return kind, None, optional, tuple(words)
+
+
+@functools.cache
+def _help_texts(group: type) -> dict[str, str]:
+    """The string under each field of a class."""
+    if group is object:
+        return {}
+    defined: ast.stmt | None = _classes_of(group.__module__).get(group.__qualname__)
+    if defined is None:  # inside a function
+        (defined,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+    assert isinstance(defined, ast.ClassDef), group
+    texts = {}
+    for statement, following in itertools.pairwise(defined.body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            texts[statement.target.id] = " ".join(str(following.value.value).split())
+    return texts
+
+
+@functools.cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    """Read once: `inspect.getsource` reads the whole file again for every class in it, and every command waits."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {statement.name: statement for statement in body if isinstance(statement, ast.ClassDef)}
+
+
+def find(job_class: type, name: str) -> Option | None:
+    """The option of this name or alias."""
+    options = options_of(job_class)
+    return options.get(meant(name, options))
+
+
+def suggestion(job_class: type, name: str) -> str | None:
+    """The name of the option that someone who wrote `name` most likely meant."""
+    options = options_of(job_class)
+    names = [*options, *(alias for option in options.values() for alias in option.aliases)]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    containing = sorted((known for known in options if name in known), key=len) if len(name) > 3 else []
+    close = close or containing or difflib.get_close_matches(name, names, n=1, cutoff=0.55)
+    return meant(close[0], options) if close else None
+
+
+# ---- From words on the command line, or values in YAML, to an option's value. A ValueError's text is meant to follow the option's name.
+
+
+REDACTED = "<redacted>"
+"""Stands in written configs for a value that is a key."""
+
+_TRUE = {"true", "yes", "on", "1"}
+_FALSE = {"false", "no", "off", "0"}
+
+
+def from_text(option: Option, text: str) -> Any:
+    """One value of the option, from one word. In a list None is a word like any other."""
+    if option.optional and option.count is None and text == "None":
+        return None
+    if option.bare and text.lower() in ("true", "false"):
+        return option.bare if text.lower() == "true" else None
+    if text in option.words:
+        return text
+    try:
+        return plain(option.kind, text)
+    except ValueError as error:
+        raise ValueError(f"{error}; or {' or '.join(option.words)}" if option.words else str(error)) from None
+
+
+def from_yaml(option: Option, value: Any) -> Any:
+    """The option's whole value, from what a YAML file holds. Numbers such as 5e-6 are text to YAML, so text is read as
+    on the command line."""
+    if option.count is not None:
+        if option.optional and value in (None, "None"):
+            return None
+        items = value if isinstance(value, list) else [value]
+        if not items or len(items) != (option.count or len(items)):
+            raise ValueError(f"takes a list of {option.count or 'one or more'} values, not {value!r}")
+        return tuple(_one_from_yaml(option, item) for item in items)
+    return _one_from_yaml(option, value)
+
+
+def _one_from_yaml(option: Option, value: Any) -> Any:
+    if isinstance(value, str):
+        return from_text(option, value)
+    if value is None and option.optional:
+        return None
+    if isinstance(value, bool) and option.bare:
+        return from_text(option, str(value))
+    return plain(option.kind, value, shown="what is there" if option.secret else None)
+
+
+def plain(kind: type, value: Any, shown: str | None = None) -> Any:
+    """A value of this type, from what a YAML file or a word holds. `shown`: what an error says of the value."""
+    if isinstance(value, str):
+        return _truth(value) if kind is bool else value if kind is str else _number(kind, value)
+    if isinstance(value, bool) and kind is bool:
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and kind in (int, float):
+        return _number(kind, repr(value))
+    if number and kind is str:
+        return str(value)
+    raise ValueError(f"takes {_NAMES[kind]}, not {shown or repr(value)}")
+
+
+def _truth(text: str) -> bool:
+    if text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    raise ValueError(f"takes {_NAMES[bool]}, not {text!r}")
+
+
+def _number(kind: type, text: str) -> int | float:
+    try:
+        if kind is int:
+            try:
+                return int(text)
+            except ValueError:
+                number = float(text)  # 1e8 is a whole number too
+                if number != int(number):
+                    raise
+                return int(number)
+        number = float(text)
+        if not math.isfinite(number):
+            raise ValueError
+        return number
+    except (ValueError, OverflowError):
+        raise ValueError(f"takes {_NAMES[kind]}, not {text!r}") from None
+
+
+_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}

@@ -6,25 +6,16 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from trimtab.config.agents import AgentTrainingOptions
-from trimtab.config.asynchronous import AsyncOptions, AsyncRunOptions
-from trimtab.config.attack import RewardInputOptions
-from trimtab.config.data import TemplateOptions
-from trimtab.config.groups import (
-    BatchOptions,
-    CheckpointOptions,
-    DropoutOptions,
-    LoraOptions,
-    ModelOptions,
-    RunOptions,
-)
-from trimtab.config.job import job, with_defaults
-from trimtab.config.objectives import RewardHeadOptions
-from trimtab.config.placement import ClusterOptions
-from trimtab.config.rewards import RewardOptions, TeacherRewardOptions
-from trimtab.config.rl import (
+from trimtab.config.data_options import AgentTrainingOptions, TemplateOptions
+from trimtab.config.inference_options import RewardInputOptions, StepScoreOptions
+from trimtab.config.objective_options import RewardHeadOptions, RewardOptions, TeacherRewardOptions
+from trimtab.config.placement_options import ClusterOptions, ShardingOptions
+from trimtab.config.rl_options import (
+    METHODS,
     ActorOptions,
     AdvantageOptions,
+    AsyncOptions,
+    AsyncRunOptions,
     CriticOptions,
     EngineOptions,
     KLOptions,
@@ -32,13 +23,23 @@ from trimtab.config.rl import (
     PretrainMixOptions,
     PromptColumns,
     PromptOptions,
+    ProposalOptions,
     RecordingOptions,
     RolloutOptions,
     SamplingEvaluationOptions,
+    TailMeasureOptions,
+    TailMethodOptions,
 )
-from trimtab.config.serving import StepScoreOptions
-from trimtab.config.sharding import ShardingOptions
-from trimtab.config.tail import METHODS, ProposalOptions, TailMeasureOptions, TailMethodOptions
+from trimtab.config.training_options import (
+    BatchOptions,
+    CheckpointOptions,
+    DropoutOptions,
+    LoraOptions,
+    ModelOptions,
+    RunOptions,
+    job,
+    with_defaults,
+)
 from trimtab.errors import UserError
 
 DYNAMIC_BUDGET = 16_192

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict
 
-from trimtab.config.sources import no_data_in, refuse_empty
+from trimtab.config.data_options import no_data_in, refuse_empty
 from trimtab.data.faults import first_line, json_fault
 from trimtab.data.hub import hub_or_cache, looks_like_hub_name
 from trimtab.data.places import InFiles, Numbered, available, joined, remember

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.config.groups import PrecisionOptions
 from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, SFTOptions
 from trimtab.config.rl_jobs import RLOptions
+from trimtab.config.training_options import PrecisionOptions
 from trimtab.data.labelled import build_labelled_store
 from trimtab.data.pairs import build_pair_store
 from trimtab.data.prompts import load_prompt_stores

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from trimtab.config.dump import shown
 from trimtab.config.jobs import ChatOptions, GenerateOptions, PlayOptions
+from trimtab.config.resolved_config import shown
 from trimtab.data.chat import in_template
 from trimtab.data.formats import Message
 from trimtab.data.prompts import PromptReport, PromptStore, build_prompt_store

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from trimtab.config.groups import BackwardOptions
+from trimtab.config.training_options import BackwardOptions
 from trimtab.distributed.fsdp import local
 from trimtab.errors import UserError
 

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from trimtab.config.groups import DropoutOptions, LoadOptions
-from trimtab.config.jobs import AttackOptions, GenerateOptions, RMOptions, ServeRMOptions
-from trimtab.config.learner import LearnerOptions
+from trimtab.config.jobs import AttackOptions, GenerateOptions, LearnerOptions, RMOptions, ServeRMOptions
 from trimtab.config.rl_jobs import RLOptions
+from trimtab.config.training_options import DropoutOptions, LoadOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError

@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from trimtab.config.groups import LoraOptions
+from trimtab.config.training_options import LoraOptions
 from trimtab.distributed.fsdp import keep_shard
 from trimtab.errors import UserError
 from trimtab.models.folder import first_line

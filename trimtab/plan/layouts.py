@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.config.placement_options import ShardingOptions
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.config.sharding import ShardingOptions
 from trimtab.distributed.ray.placement import FLAGS, Engines, Layout, Pool
 from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions

@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trimtab.config.groups import PASS_SIZES, PER_DEVICE
 from trimtab.config.rl_jobs import RLOptions
+from trimtab.config.training_options import PASS_SIZES, PER_DEVICE
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from trimtab.config.groups import PASS_SIZES
-from trimtab.config.placement import ROLES
+from trimtab.config.placement_options import ROLES
 from trimtab.config.rl_jobs import RLOptions
+from trimtab.config.training_options import PASS_SIZES
 from trimtab.distributed.ray.placement import Layout
 from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions

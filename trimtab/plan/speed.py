@@ -30,8 +30,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trimtab.config.groups import ModelOptions
 from trimtab.config.rl_jobs import RLOptions
+from trimtab.config.training_options import ModelOptions
 from trimtab.distributed.fsdp import GRADIENT_DTYPES, keeps_unsharded_sums
 from trimtab.distributed.ray.placement import Layout
 from trimtab.models.load import TrainedModelOptions

@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.config.data import PreferenceColumns
-from trimtab.config.jobs import RLOptions
-from trimtab.config.objectives import (
+from trimtab.config.data_options import PreferenceColumns, listed
+from trimtab.config.objective_options import (
     CachedReferenceOptions,
     DistillationOptions,
     PreferenceLossOptions,
     ReferenceOptions,
 )
-from trimtab.config.sources import listed
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import Example
 from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions, fake_frozen_policy, fake_policy, fake_reward_model

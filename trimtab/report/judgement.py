@@ -20,12 +20,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trimtab.config.agents import EnvironmentOptions
-from trimtab.config.asynchronous import AsyncOptions
-from trimtab.config.placement import COLOCATING, ROLES
-from trimtab.config.rewards import RewardSourceOptions
-from trimtab.config.rl import RecordingOptions
+from trimtab.config.data_options import EnvironmentOptions
+from trimtab.config.objective_options import RewardSourceOptions
+from trimtab.config.placement_options import COLOCATING, ROLES
 from trimtab.config.rl_jobs import OF_ALL_ANSWERS, OF_EVALUATION, OF_SAMPLING
+from trimtab.config.rl_options import AsyncOptions, RecordingOptions
 from trimtab.errors import UserError
 from trimtab.report.charts import Line, chart
 from trimtab.report.formatting import percent, plain, plural, short_number, spans

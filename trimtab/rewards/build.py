@@ -6,12 +6,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.config.agents import EnvironmentOptions
+from trimtab.config.data_options import EnvironmentOptions, listed
+from trimtab.config.inference_options import StepScoreOptions
 from trimtab.config.jobs import GenerateOptions
-from trimtab.config.rewards import GIVEN
+from trimtab.config.objective_options import GIVEN
 from trimtab.config.rl_jobs import RLOptions, TailOptions
-from trimtab.config.serving import StepScoreOptions
-from trimtab.config.sources import listed
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh

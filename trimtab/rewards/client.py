@@ -20,8 +20,8 @@ from typing import Any
 
 import httpx
 
-from trimtab.config.credentials import without_credentials
-from trimtab.config.serving import TOKEN_VARIABLE
+from trimtab.config.inference_options import TOKEN_VARIABLE
+from trimtab.config.resolved_config import without_credentials
 from trimtab.errors import UserError, error_chain
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, finite_or_infinite, rows_text
 from trimtab.sandbox.process import Waiter, duration

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.config.rewards import GIVEN
+from trimtab.config.objective_options import GIVEN
 from trimtab.errors import UserError
 from trimtab.rewards.signatures import EXPECTED, recognize
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, finite_or_infinite, rows_text

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from trimtab.config.groups import AnswerOptions
 from trimtab.config.jobs import TrainedOptions
+from trimtab.config.training_options import AnswerOptions
 from trimtab.running.speaking import say
 
 Made = TypeVar("Made")

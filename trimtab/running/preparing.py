@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trimtab.config.catalogue import options_of
-from trimtab.config.checks import places, settled_and_checked
-from trimtab.config.groups import CallOptions, CheckpointOptions, LoadOptions, PrecisionOptions, ProcessOptions
-from trimtab.config.option import Options
-from trimtab.config.placement import ClusterOptions
-from trimtab.config.support import hardware_problems
+from trimtab.config.option import Options, options_of
+from trimtab.config.placement_options import ClusterOptions
+from trimtab.config.resolved_config import hardware_problems, places, settled_and_checked
+from trimtab.config.training_options import (
+    CallOptions,
+    CheckpointOptions,
+    LoadOptions,
+    PrecisionOptions,
+    ProcessOptions,
+)
 from trimtab.data.hub import trusting
 from trimtab.distributed.supervision import STORE_SOCKET
 from trimtab.errors import UserError

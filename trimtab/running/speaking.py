@@ -2,8 +2,8 @@
 
 import sys
 
-from trimtab.config.dump import redact
 from trimtab.config.option import Options
+from trimtab.config.resolved_config import redact
 
 
 def say(text: str, options: Options | None = None) -> None:

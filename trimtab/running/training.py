@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 
-from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import TrainedOptions
+from trimtab.config.training_options import CheckpointOptions
 from trimtab.distributed.supervision import LAUNCHER_SOCKET, Hear, is_lost_connection, launch_processes, watch
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.running.leaving import show_what_is_left

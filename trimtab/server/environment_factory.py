@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.config.agents import EnvironmentOptions
+from trimtab.config.data_options import EnvironmentOptions
 from trimtab.data.sources import own_rows
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError
 from trimtab.envs.environment_engine import EnvironmentEngine, first_tokens

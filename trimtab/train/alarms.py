@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
-from trimtab.config.groups import CheckpointOptions
+from trimtab.config.training_options import CheckpointOptions
 
 LATELY = 20  # steps
 FEW, ENOUGH = 4, 10  # steps for a mean; to tell a rise from the noise of a batch, the first one's too

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from trimtab.config.groups import CheckpointOptions, LoadOptions
+from trimtab.config.training_options import CheckpointOptions, LoadOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World
 from trimtab.errors import CannotWrite, UserError

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.config.data import TemplateOptions
+from trimtab.config.data_options import TemplateOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.data_report import DataReport
 from trimtab.data.tokenizer import load_tokenizer

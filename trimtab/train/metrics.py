@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-from trimtab.config.dump import to_dict
-from trimtab.config.groups import LoggingOptions
+from trimtab.config.resolved_config import to_dict
+from trimtab.config.training_options import LoggingOptions
 from trimtab.data.hub import PROBE_SECONDS, answered
 from trimtab.errors import UserError
 from trimtab.files import move, replacing, writing

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trimtab.config.groups import UpdateOptions
+from trimtab.config.training_options import UpdateOptions
 from trimtab.distributed.fsdp import accumulate_in, local, sum_over_parts
 from trimtab.train.checkpoint_files import HostTensors, ShardedTensors
 

@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from trimtab import __version__
-from trimtab.config.data import DataOptions, RowOptions
-from trimtab.config.dump import to_dict, to_yaml
-from trimtab.config.groups import CheckpointOptions, LoggingOptions, RunOptions, checkpoints_in
-from trimtab.config.sharding import ShardingOptions
+from trimtab.config.data_options import DataOptions, RowOptions
+from trimtab.config.placement_options import ShardingOptions
+from trimtab.config.resolved_config import to_dict, to_yaml
+from trimtab.config.training_options import CheckpointOptions, LoggingOptions, RunOptions, checkpoints_in
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.files import (

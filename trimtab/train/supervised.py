@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.config.groups import LoggingOptions
 from trimtab.config.jobs import SupervisedOptions
-from trimtab.config.objectives import DistillationOptions, ReferenceOptions
+from trimtab.config.objective_options import DistillationOptions, ReferenceOptions
+from trimtab.config.training_options import LoggingOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.fsdp import GRADIENT_DTYPES

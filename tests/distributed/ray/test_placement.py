@@ -1,7 +1,7 @@
 import pytest
 
-from trimtab.config.checks import settle
-from trimtab.config.jobs import PPOOptions
+from trimtab.config.resolved_config import settle
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.distributed.ray.placement import CPU_SHARE, ClusterNode, Engines, Layout, Pool, missing, place, table
 from trimtab.errors import UserError
 from trimtab.plan.layouts import layout_of

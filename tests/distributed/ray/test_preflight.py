@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from tests.distributed.ray.test_placement import nodes
-from trimtab.config.jobs import PPOOptions
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.distributed.ray import preflight as module
 from trimtab.distributed.ray.placement import Engines, Layout, Pool, RunPaths
 from trimtab.distributed.ray.preflight import inspector, preflight

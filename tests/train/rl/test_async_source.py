@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.train.rl.scripted_client import FakeClient, Process, SeveralWorkers
-from trimtab.config.jobs import GRPOOptions
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed

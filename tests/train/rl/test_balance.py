@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trimtab.config.jobs import GRPOOptions
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience

@@ -12,7 +12,7 @@ from tests.train.rl.played import Played, experience_of
 from tests.train.rl.rl_run import rows, write_task
 from tests.train.rl.test_resume import at
 from tests.train.rl.test_trajectories import words_of
-from trimtab.config.jobs import GRPOOptions, PPOOptions
+from trimtab.config.rl_jobs import GRPOOptions, PPOOptions
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path

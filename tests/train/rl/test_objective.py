@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trimtab.algos.policy_losses import kl_estimate
-from trimtab.config.jobs import GRPOOptions, PPOOptions
+from trimtab.config.rl_jobs import GRPOOptions, PPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import PolicyOutput
 from trimtab.train.rl.objective import policy_loss_term, token_weights, value_loss_term

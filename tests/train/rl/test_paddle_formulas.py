@@ -9,7 +9,7 @@ import torch
 from tests.train.rl.test_experience import make
 from tests.train.rl.test_objective import batch_of
 from trimtab.algos.advantages import NO_MOMENTS, merge_moments
-from trimtab.config.jobs import PPOOptions
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.models.policy import PolicyOutput
 from trimtab.train.rl.objective import policy_loss_term
 from trimtab.train.rl.token_advantages import compute_advantages, penalties

@@ -25,7 +25,7 @@ from tests.train.rl.rl_run import (
 )
 from tests.train.rl.test_recording import complaint
 from tests.train.rl.test_resume import at
-from trimtab.config.jobs import GRPOOptions
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.source import prompt_order
 

@@ -11,7 +11,7 @@ from tests import warm
 from tests.tiny import tiny_model
 from tests.train.rl.rl_run import arguments, assert_identical, result, rows, weights, without, write_task
 from trimtab.cli.main import main
-from trimtab.config.jobs import PPOOptions
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.checks import critic_start

@@ -1,5 +1,5 @@
-from trimtab.config.checks import settle
-from trimtab.config.jobs import PPOOptions, TailOptions
+from trimtab.config.resolved_config import settle
+from trimtab.config.rl_jobs import PPOOptions, TailOptions
 from trimtab.train.rl.roles import make_units_in_processes
 from trimtab.train.tail.proposal import tail_units_of
 

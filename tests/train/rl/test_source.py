@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trimtab.config.jobs import GRPOOptions
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rollout.sampling import SamplingParams

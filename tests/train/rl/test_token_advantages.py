@@ -7,7 +7,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.train.rl.rl_run import arguments, rows, write_task
 from tests.train.rl.test_experience import make
 from trimtab.cli.main import main
-from trimtab.config.jobs import PPOOptions
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.rl import loop
 from trimtab.train.rl.experience import FINISHES

@@ -13,8 +13,8 @@ from tests import warm
 from tests.train.rl.rl_run import arguments, rows, without, write_task
 from tests.train.rl.test_recording import complaint
 from tests.train.rl.test_resume import at
-from trimtab.config.estimators import ESTIMATORS
-from trimtab.config.jobs import PPOOptions
+from trimtab.config.objective_options import ESTIMATORS
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rewards.types import RewardResult

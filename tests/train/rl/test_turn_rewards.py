@@ -11,8 +11,8 @@ from tests.envs.episodes import make_policy, play, player
 from tests.envs.fake_pool import Pool
 from tests.envs.test_episode_branches import FORGETFUL
 from tests.train.rl.played import Played, experience_of
-from trimtab.config.estimators import ESTIMATORS
-from trimtab.config.jobs import PPOOptions
+from trimtab.config.objective_options import ESTIMATORS
+from trimtab.config.rl_jobs import PPOOptions
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl import token_advantages

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.config.jobs import GRPOOptions
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.distributed.launcher import EngineLost, InProcessGroup
 from trimtab.train.rl.weight_sync import WeightSync
 

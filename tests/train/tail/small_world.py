@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tests.tiny import tiny_model
 from tests.train.job_run import write_rows
-from trimtab.config.checks import check, settle
-from trimtab.config.jobs import TailOptions
-from trimtab.config.parse import parse
+from trimtab.config.parser import parse
+from trimtab.config.resolved_config import check, settle
+from trimtab.config.rl_jobs import TailOptions
 from trimtab.distributed.device import find_device
 from trimtab.distributed.launcher import RoleHost
 from trimtab.distributed.local_launcher import launcher_of

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.config.groups import LoadOptions
+from trimtab.config.training_options import LoadOptions
 from trimtab.data.hub import hub_or_cache
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import blocks_of, keep_shard, local, reshard_model

@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoConfig
 
-from trimtab.config.groups import DropoutOptions, LoraOptions
-from trimtab.config.jobs import SupervisedOptions
-from trimtab.config.learner import LearnerOptions
+from trimtab.config.jobs import LearnerOptions, SupervisedOptions
+from trimtab.config.placement_options import ShardingOptions
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.config.sharding import ShardingOptions
+from trimtab.config.training_options import DropoutOptions, LoraOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import GRADIENT_DTYPES, shard
 from trimtab.distributed.mesh import Mesh

@@ -1,6 +1,6 @@
 """The RL jobs: PPO, REINFORCE++, RLOO, GRPO and their relatives, one loop for all of them (loop.py)."""
 
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.train.rl.launch import Controller, dry_run_rl, train_locally
 from trimtab.train.rl.roles import with_environment_defaults
 from trimtab.train.rl.source import with_recorded_options

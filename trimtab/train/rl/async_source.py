@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trimtab.config.jobs import RLOptions, TailOptions
-from trimtab.config.sources import FILE_TYPES, listed
+from trimtab.config.data_options import FILE_TYPES, listed
+from trimtab.config.rl_jobs import RLOptions, TailOptions
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore
 from trimtab.data.tokenizer import load_tokenizer

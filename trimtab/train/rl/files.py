@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.launcher import Group
 from trimtab.distributed.mesh import Mesh

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device, find_device

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trimtab.algos.advantages import merge_moments
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.launcher import Group
 from trimtab.errors import Interrupted, RunFailed

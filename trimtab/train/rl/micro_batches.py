@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import Example, TokenBatch
 from trimtab.data.order import SampleOrder
 from trimtab.data.packing import chunk, pack

@@ -22,7 +22,7 @@ from trimtab.algos.policy_losses import (
     policy_objective,
     value_loss,
 )
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic

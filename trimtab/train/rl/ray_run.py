@@ -8,8 +8,8 @@ import dataclasses
 import os
 import time
 
-from trimtab.config.jobs import RLOptions
-from trimtab.config.support import device_problems
+from trimtab.config.resolved_config import device_problems
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.hub import trust
 from trimtab.distributed.device import DeviceKind, kind_of_resource
 from trimtab.distributed.launcher import WorkerLost

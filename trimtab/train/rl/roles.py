@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.config.jobs import RLOptions
-from trimtab.config.sources import listed
+from trimtab.config.data_options import listed
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
 from trimtab.distributed.fsdp import GRADIENT_DTYPES
 from trimtab.distributed.launcher import RoleContext, Unit

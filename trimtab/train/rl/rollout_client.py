@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.data.tokenizer import texts_of
 from trimtab.distributed.launcher import EngineLost, Group

@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trimtab.algos.group_rewards import equal_groups, for_groups, within
-from trimtab.config.estimators import ESTIMATORS
-from trimtab.config.jobs import RLOptions
+from trimtab.config.objective_options import ESTIMATORS
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore
 from trimtab.errors import UserError

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trimtab.algos.advantages import NO_MOMENTS
 from trimtab.algos.policy_losses import adapted_kl_coefficient
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.launcher import Group
 from trimtab.errors import RunFailed
 from trimtab.train.rl.checks import alarms

@@ -38,7 +38,7 @@ from trimtab.algos.group_rewards import (
     turn_end_rewards,
 )
 from trimtab.algos.policy_losses import explained_variance, kl_estimate
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.train.rl.experience import Experience, TimeOrder, TurnLayout
 
 

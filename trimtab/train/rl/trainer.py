@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
 from trimtab.distributed.launcher import Role

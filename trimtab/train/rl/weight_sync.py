@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trimtab.config.jobs import RLOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.launcher import EngineLost, Group
 from trimtab.distributed.weight_transfer import GLOO, plan_transfer

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.algos.group_rewards import answer_sums
 from trimtab.algos.policy_losses import kl_estimate
 from trimtab.algos.tail import answer_returns, log_ratios
-from trimtab.config.jobs import TailOptions
-from trimtab.config.repulse_spelling import run_name
-from trimtab.config.tail import GPT2_BAD_TOKENS
+from trimtab.config.repulse_aliases import run_name
+from trimtab.config.rl_jobs import TailOptions
+from trimtab.config.rl_options import GPT2_BAD_TOKENS
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.fsdp import gathered
 from trimtab.distributed.launcher import Role

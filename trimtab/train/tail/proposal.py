@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trimtab.algos.policy_losses import reinforce_loss
-from trimtab.config.jobs import TailOptions
+from trimtab.config.rl_jobs import TailOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.fsdp import whole
 from trimtab.distributed.launcher import RoleContext, Unit

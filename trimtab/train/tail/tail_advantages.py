@@ -28,7 +28,7 @@ from trimtab.algos.tail import (
     tilted_weights,
     twist_step_weights,
 )
-from trimtab.config.jobs import TailOptions
+from trimtab.config.rl_jobs import TailOptions
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.token_advantages import reward_metrics
 

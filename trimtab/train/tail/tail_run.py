@@ -16,9 +16,9 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.config.jobs import TailOptions
-from trimtab.config.repulse_spelling import run_name
-from trimtab.config.tail import PUSHING
+from trimtab.config.repulse_aliases import run_name
+from trimtab.config.rl_jobs import TailOptions
+from trimtab.config.rl_options import PUSHING
 from trimtab.data.formats import require_columns
 from trimtab.data.prompts import Stores, build_prompt_store, build_prompt_stores, input_column, load_prompt_rows
 from trimtab.data.sources import load_rows
