@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.config.test_repulse_spelling import COMMANDS
+from tests.config.test_repulse_aliases import COMMANDS
 from trimtab.cli.main import main
 
 COMMAND = "trimtab sft --pretrain a/b --dataset data.jsonl --learning_rate 1e-4"

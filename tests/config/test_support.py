@@ -1,19 +1,20 @@
 import pytest
 
-from trimtab.config import resolved_config as support
+from trimtab.config import resolved_config
 from trimtab.config.jobs import GenerateOptions, SFTOptions
+from trimtab.config.resolved_config import device_problems, hardware_problems, refuse_unimplemented
 from trimtab.config.rl_jobs import PPOOptions
 from trimtab.errors import UserError
 
 
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch):
-    monkeypatch.setattr(support, "find_spec", lambda module: None)
+    monkeypatch.setattr(resolved_config, "find_spec", lambda module: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
 def problems(options, here=0):
-    return support.hardware_problems(options, lambda: here)
+    return hardware_problems(options, lambda: here)
 
 
 @pytest.mark.parametrize(
@@ -25,14 +26,14 @@ def problems(options, here=0):
 )
 def test_what_is_not_implemented_is_refused_by_name(name, value):
     with pytest.raises(UserError, match=f"^--{name} "):
-        support.refuse_unimplemented(SFTOptions(**{name: value}))
+        refuse_unimplemented(SFTOptions(**{name: value}))
 
 
 def test_what_one_process_can_do_is_accepted():
     options = SFTOptions(
         zero_stage=3, overlap_comm=True, local_rank=0, adam_offload=True, grad_accum_dtype="bf16", disable_ds_ckpt=True
     )
-    support.refuse_unimplemented(options)
+    refuse_unimplemented(options)
     assert problems(options) == []
 
 
@@ -53,7 +54,7 @@ def test_flash_attn_never_needs_a_package():
 def test_a_missing_package_is_a_problem_only_where_it_is_missing(changes, package, monkeypatch):
     (problem,) = problems(SFTOptions(**changes))
     assert f"needs the package {package}" in problem
-    monkeypatch.setattr(support, "find_spec", lambda module: object() if module == package else None)
+    monkeypatch.setattr(resolved_config, "find_spec", lambda module: object() if module == package else None)
     assert problems(SFTOptions(**changes)) == []
 
 
@@ -86,7 +87,7 @@ def test_what_asks_for_one_device_runs_without_an_accelerator():
         raise AssertionError("counting accelerators imports torch")
 
     for changes in ({}, {"actor_num_gpus_per_node": 1, "vllm_num_engines": 1, "colocate_all_models": True}):
-        assert support.hardware_problems(PPOOptions(**changes), never) == []
+        assert hardware_problems(PPOOptions(**changes), never) == []
 
 
 def test_several_machines_are_a_problem_of_their_own():
@@ -100,7 +101,7 @@ def test_with_ray_the_cluster_is_asked_and_not_this_machine(monkeypatch):
     assert problem == (
         "--ray needs the package ray: pip install 'trimtab[ray]', or stay on this machine with --ray False"
     )
-    monkeypatch.setattr(support, "find_spec", lambda module: object())
+    monkeypatch.setattr(resolved_config, "find_spec", lambda module: object())
     assert problems(options) == []
 
 
@@ -126,22 +127,22 @@ NEEDS_MORE = {
 @pytest.mark.parametrize("feature", NEEDS_MORE)
 def test_what_a_device_does_not_offer_is_refused_there_alone_with_something_to_do_instead(feature):
     kind, changes, flag = NEEDS_MORE[feature]
-    found = support.device_problems(kind(**changes), lambda asked: "such a device" if asked == feature else None)
+    found = device_problems(kind(**changes), lambda asked: "such a device" if asked == feature else None)
     assert len(found) == 1 and found[0].startswith(f"{flag} is not offered on such a device: ")
     assert len(found[0].partition("such a device: ")[2]) > 5
-    assert support.device_problems(kind(**changes), lambda asked: None) == []
-    assert support.device_problems(kind(), lambda asked: "such a device") == []
+    assert device_problems(kind(**changes), lambda asked: None) == []
+    assert device_problems(kind(), lambda asked: "such a device") == []
 
 
 def test_a_package_is_not_asked_for_where_it_would_not_help():
     everything = lambda feature: "such a device"  # noqa: E731
-    (problem,) = support.hardware_problems(SFTOptions(load_in_4bit=True), lambda: 1, everything)
+    (problem,) = hardware_problems(SFTOptions(load_in_4bit=True), lambda: 1, everything)
     assert "is not offered on such a device" in problem
     # A device without the package has an operator of its own.
-    assert support.hardware_problems(SFTOptions(attn_implementation="flash_attention_2"), lambda: 1, everything) == []
+    assert hardware_problems(SFTOptions(attn_implementation="flash_attention_2"), lambda: 1, everything) == []
 
 
 def test_the_devices_of_a_cluster_are_not_those_of_this_machine(monkeypatch):
-    monkeypatch.setattr(support, "find_spec", lambda module: object())
+    monkeypatch.setattr(resolved_config, "find_spec", lambda module: object())
     kind, changes, _ = NEEDS_MORE["sleeping engines"]
-    assert support.hardware_problems(kind(**changes), lambda: 0, lambda feature: "such a device") == []
+    assert hardware_problems(kind(**changes), lambda: 0, lambda feature: "such a device") == []

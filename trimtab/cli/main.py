@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import trimtab
 from trimtab.cli.run import guarded
-from trimtab.config import aliases as words
+from trimtab.config.aliases import VERBS as VERBS_OF_OTHERS
 
 VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("trimtab.cli.quickstart", "train a tiny model on this machine and look at what it learnt"),
@@ -66,8 +66,8 @@ def _help() -> str:
 
 
 def _unknown(verb: str) -> str:
-    if verb in words.VERBS:
-        return f"unknown verb {verb!r}; {words.VERBS[verb]} is what does this here"
+    if verb in VERBS_OF_OTHERS:
+        return f"unknown verb {verb!r}; {VERBS_OF_OTHERS[verb]} is what does this here"
     close = difflib.get_close_matches(verb.removeprefix("train_"), VERBS, n=1, cutoff=0.5)
     hint = f"did you mean trimtab {close[0]}?" if close else f"the verbs are {', '.join(VERBS)}"
     return f"unknown verb {verb!r}; {hint}"

@@ -1,4 +1,8 @@
-"""Names that documents and other projects give to our options. An alias is an exact synonym, unit included."""
+"""Names from other projects: OpenRLHF, TRL, verl, prime-rl and others.
+
+An alias is an exact synonym of an option, unit included, and is accepted in its place. Words that are no option
+here, or mean another one, get an error message that says what leads to the same; docs/words.md lists them.
+"""
 
 from collections.abc import Container
 from dataclasses import dataclass
@@ -222,7 +226,7 @@ def aliases_of(name: str, known: Container[str]) -> tuple[str, ...]:
     return tuple(alias for alias in (*ALIASES, *DOTTED) if meant(alias, known) == name)
 
 
-# ---- What other tools call things, and what leads to the same here: read by error messages and shown in docs/words.md. Only words that are no option here, or mean another one, stand in this table; exact synonyms that are simply accepted are in spellings.py.
+# ---- words that an error message explains
 
 
 @dataclass(frozen=True)
@@ -304,7 +308,7 @@ WORDS = (
     Word("TRL", "fp16", "--bf16"),
     Word("TRL", "torch_dtype", "--bf16"),
     Word("TRL", "dtype", "--bf16"),
-    # OpenRLHF's dotted flags that are no exact synonyms; those that are stand in spellings.py
+    # OpenRLHF's dotted flags that are no exact synonyms; those that are are in DOTTED
     Word("OpenRLHF", "ds.param_dtype", "--bf16"),
     Word("OpenRLHF", "algo.advantage.is_correction_type", "--mismatch_correction"),
     Word("OpenRLHF", "algo.advantage.is_correction_threshold", "--mismatch_correction tis --mismatch_range 0.5 2"),

@@ -1,4 +1,7 @@
-"""What can be said of models and data before any of them is read: of a place, and of a list of sources."""
+"""Options of data: sources, rows and columns, chat templates, prompts, and environments.
+
+What can be said of a source before it is read is checked here too.
+"""
 
 import gzip
 import os
@@ -8,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimtab.config.objective_options import check_function
 from trimtab.config.option import Options, option, required
 from trimtab.errors import UserError
 
@@ -96,7 +98,16 @@ def _check_shares(text: str, sources: int, flag: str) -> None:
         raise UserError(f"{flag}_probs {text!r}: no share may be negative, and their sum must be above 0")
 
 
-# ---- Groups of options that say which rows are used and how they are read. Like groups.py.
+# ---- rows, columns, templates
+
+
+def check_function(place: str, flag: str, otherwise: str) -> None:
+    """Refuse what is no FILE.py or FILE.py:NAME, or is not there."""
+    file = place[: place.rfind(".py") + 3]  # a function's name may follow
+    if not file.endswith(".py"):
+        raise UserError(f"{flag} {place} {otherwise} a Python file")
+    if not os.path.isfile(os.path.expanduser(file)):
+        raise UserError(f"{flag}: {file} does not exist; check the path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +245,7 @@ class PreferenceColumns(Options):
     """Column that holds the other one."""
 
 
-# ---- Groups of options of environments, which answer the policy turn by turn. Like groups.py.
+# ---- environments, which answer the policy turn by turn
 
 
 SOURCES = ("gem", "rg", "verifiers", "trimtab")
@@ -242,6 +253,59 @@ SOURCES = ("gem", "rg", "verifiers", "trimtab")
 NEEDED = "without --agent_func_path or --environment"
 FROM_DATA = ("prompt_data", "dataset")
 """Options of jobs that an environment's own rows can stand in for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(RowOptions, PromptLengthOptions):
+    """Data"""
+
+    prompt_data: str = required("DATA", "a file, a folder or a hub name")
+    """Prompts: hub names, files or folders, separated by commas, as --dataset of the other jobs."""
+    prompt_data_probs: str | None = None
+    """Share of each source, separated by commas; unset: the sources are concatenated."""
+    prompt_split: str = "train"
+    """Split to train on."""
+    truncate_prompts: bool = False
+    """Cut prompts longer than --prompt_max_len, whose first tokens stay, instead of leaving them out; they are counted
+    too."""
+    no_shuffle: bool = False
+    """Take the prompts in the order of the data, in every episode."""
+    drop_last: bool = False
+    """Leave out the prompts at the end of an episode that do not fill an iteration."""
+    # Unlike --max_len of the other jobs, which is always a number.
+    max_len: int | None = None
+    """At most this many tokens in prompt and answer together; unset: prompt_max_len + generate_max_len. Deprecated."""
+
+    def check(self) -> Iterable[str]:
+        if self.prompt_data is None:  # an environment has rows
+            return self.idle(["prompt_data_probs", "prompt_split"], "without --prompt_data")
+        return check_mixture(self.prompt_data, self.prompt_data_probs, "--prompt_data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptColumns(InputColumn):
+    """Conversations"""
+
+    # Unlike --label_key of the other jobs, which judges an answer and is never unset.
+    label_key: str | None = None
+    """Column that is handed to the reward as the prompt's label, such as the right answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainMixOptions(Options):
+    """Pre-training mix"""
+
+    pretrain_data: str | None = None
+    """Text to go on pre-training on beside RL (PTX)."""
+    pretrain_data_probs: str | None = option("1.0", needs="pretrain_data")
+    """Share of each source of --pretrain_data."""
+    pretrain_split: str = option("train", needs="pretrain_data")
+    """Split of --pretrain_data."""
+    ptx_coef: float = option(0.05, at_least=0, needs="pretrain_data")
+    """Weight of the loss on --pretrain_data; an update takes as many of its rows as it has samples."""
+
+    def check(self) -> Iterable[str]:
+        return check_sources(self.pretrain_data, "--pretrain_data")
 
 
 @dataclass(frozen=True, kw_only=True)

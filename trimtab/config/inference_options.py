@@ -1,6 +1,6 @@
-"""Groups of options of the jobs in which a model speaks or judges: batch generation, scoring, chat.
+"""Options of the jobs in which a model answers or scores: batch generation, chat, attack, servers.
 
-Like groups.py; names and meanings are those of OpenRLHF's batch_inference and interactive_chat.
+Names and meanings are those of OpenRLHF's batch_inference and interactive_chat, and of RePULSe's evaluate_gcg_sz.
 """
 
 import ipaddress
@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trimtab.config.objective_options import RewardScaleOptions, StepRewardOptions
 from trimtab.config.option import Options, option, required, secret
 from trimtab.config.training_options import PrefixOptions, SamplingOptions
 from trimtab.errors import UserError
@@ -127,18 +126,7 @@ class PreambleOptions(Options):
         return ()
 
 
-# ---- Groups of options of an attack: what is attacked, how a suffix is searched for, what counts as success. Like groups.py. Names are those of RePULSe's evaluate_gcg_sz.
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardInputOptions(Options):
-    """Rewards"""
-
-    reward_input: str | None = option(None, choices=("pair", "text", "chat"))
-    """What the reward model reads: pair (question and answer as its two inputs), text (both as one) or chat (its own
-    chat template); unset: chat for a decoder, pair for an encoder."""
-    rm_max_len: int = option(2048, at_least=8)
-    """At most this many tokens of a pair or a text are read; the question is shortened, not the answer."""
+# ---- the GCG attack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,31 +215,12 @@ class SuccessOptions(Options):
         return ()
 
 
-# ---- Groups of options of servers. Like groups.py.
+# ---- servers
 
 
 TOKEN_VARIABLE = "TRIMTAB_BEARER_TOKEN"
 """Environment variable of the token that a server asks for and its clients send."""
 NO_TOKEN = "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepScoreOptions(StepRewardOptions):
-    """Step rewards"""
-
-    step_reward: str = option("min", choices=("min", "last", "steps"), needs="placeholder_token")
-    """Which of a response's step scores is its reward: min or last; in RL also steps, each score at its own step."""
-    step_separator: str | None = option(None, needs="placeholder_token")
-    """Text that ends a step, before which the placeholder is put; unset: responses have the placeholder already."""
-
-    def check(self) -> Iterable[str]:
-        if self.placeholder_token is None:
-            return ()
-        if not self.reward_tokens:
-            raise UserError("--placeholder_token: a process reward model needs --reward_tokens too, as in its training")
-        if isinstance(self, RewardScaleOptions) and self.normalize_reward:
-            raise UserError("--normalize_reward: the scores of a process reward model are probabilities; leave it out")
-        return ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Batch files of one command over seeds and options: what stands in them, as text. Nothing here writes or submits.
+"""Batch files of one command over seeds and options: their text. Nothing here writes or submits.
 
-A command is taken apart into its options, and a seed, a value or a port is *set* in it; the text is put together at the
+A command is taken apart into its options, and a seed, a value or a port is set in it; the text is put together at the
 very end. Where a seed or a varied option stands inside a value (a checkpoint's name, say) the command has {seed} or
 {learning_rate} there.
 """
@@ -192,7 +192,9 @@ def _launch(job: Job, machines: Machines) -> list[str]:
     return [*launcher, "--module", job.command.module, *job.command.words()]
 
 
-# ---- The part of a Slurm file that starts a Ray of the job's own on its machines, runs the command beside its head, and ends it all. Its token lies in a folder beside the job's files, which all machines must see and only this user can read. Slurm's warning before the end of the time (--signal) goes to the command, which saves and leaves with its own code.
+# ---- Ray in a Slurm file: a cluster for the job on its machines, and the command on the head
+# Its token lies in a folder beside the job's files, which all machines must see and only this user can read. Slurm's
+# warning before the end of the time (--signal) goes to the command, which saves and leaves with its exit code.
 
 
 STARTING_SECONDS = 300

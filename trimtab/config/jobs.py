@@ -17,6 +17,7 @@ from trimtab.config.data_options import (
     LookingOptions,
     OutputColumn,
     PreferenceColumns,
+    PromptColumns,
     PromptLengthOptions,
     SourceOptions,
     TemplateOptions,
@@ -31,11 +32,9 @@ from trimtab.config.inference_options import (
     PolicyServerOptions,
     PostProcessingOptions,
     PreambleOptions,
-    RewardInputOptions,
     RewardServerOptions,
     SearchOptions,
     SelectionOptions,
-    StepScoreOptions,
     SuccessOptions,
     TargetFileOptions,
     TaskOptions,
@@ -48,10 +47,12 @@ from trimtab.config.objective_options import (
     PreferenceLossOptions,
     ReferenceOptions,
     RewardHeadOptions,
+    RewardInputOptions,
     RewardLossOptions,
     RewardScaleOptions,
     RewardSourceOptions,
     StepRewardOptions,
+    StepScoreOptions,
     TargetOptions,
     UnpairedLossOptions,
 )
@@ -67,7 +68,7 @@ from trimtab.config.rl_jobs import (
     RLOptions,
     TailOptions,
 )
-from trimtab.config.rl_options import EngineOptions, PromptColumns
+from trimtab.config.rl_options import EngineOptions
 from trimtab.config.training_options import (
     AnswerOptions,
     BackwardOptions,
@@ -427,7 +428,7 @@ JOBS: dict[str, type[CallOptions]] = {
 """Every job by its verb."""
 
 
-# ---- What a Learner is made with (trimtab/api/learner.py): options of models, adapters, optimiser and engine. Its work is not a run: there are no data, no schedule, no folder and one process.
+# ---- the public Learner: no run, so no data, no schedule, no folder, and one process
 
 
 _NOT_TAKEN = {

@@ -1,7 +1,7 @@
-"""The advantage estimators: one entry each, and everything that asks what an estimator does reads it here.
+"""Options of what is learnt: advantage estimators, heads, losses, references, teachers, rewards.
 
-The mathematics is in algos/. An entry says which of its parts an estimator is made of;
-train/rl/token_advantages.py puts them together.
+`ESTIMATORS` has one entry for each advantage estimator, and everything that asks what an estimator does reads it there.
+The mathematics is in algos/; train/rl/token_advantages.py puts an estimator's parts together.
 """
 
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.config.data_options import listed
+from trimtab.config.data_options import check_function, listed
 from trimtab.config.option import Options, option, required
 from trimtab.config.training_options import LoraOptions
 from trimtab.errors import UserError
@@ -64,7 +64,7 @@ ESTIMATORS = {
 CALLED = {name: estimator.called for name, estimator in ESTIMATORS.items()}
 
 
-# ---- Groups of options that say what is learnt, and against what: heads, losses, references, teachers. Like groups.py, but each is about one job or a few close ones.
+# ---- supervised objectives
 
 
 REFERENCE_FREE = ("orpo", "simpo")
@@ -269,7 +269,7 @@ class MergeOptions(Options):
         return ()
 
 
-# ---- Groups of options that say what scores answers. Like groups.py.
+# ---- rewards
 
 
 GIVEN = "given:"
@@ -339,15 +339,6 @@ def _is_file_of_a_reward(place: str) -> bool:
     return True
 
 
-def check_function(place: str, flag: str, otherwise: str) -> None:
-    """Refuse what is no FILE.py or FILE.py:NAME, or is not there."""
-    file = place[: place.rfind(".py") + 3]  # a function's name may follow
-    if not file.endswith(".py"):
-        raise UserError(f"{flag} {place} {otherwise} a Python file")
-    if not os.path.isfile(os.path.expanduser(file)):
-        raise UserError(f"{flag}: {file} does not exist; check the path")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RewardScaleOptions(Options):
     """Rewards"""
@@ -376,3 +367,33 @@ class RewardOptions(RewardSourceOptions, RewardScaleOptions):
         if low >= high:
             raise UserError(f"--reward_clip_range {low:g} {high:g}: the first must be below the second")
         return () if self.reward_pretrain else self.idle(["normalize_reward"], "without --reward_pretrain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardInputOptions(Options):
+    """Rewards"""
+
+    reward_input: str | None = option(None, choices=("pair", "text", "chat"))
+    """What the reward model reads: pair (question and answer as its two inputs), text (both as one) or chat (its own
+    chat template); unset: chat for a decoder, pair for an encoder."""
+    rm_max_len: int = option(2048, at_least=8)
+    """At most this many tokens of a pair or a text are read; the question is shortened, not the answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepScoreOptions(StepRewardOptions):
+    """Step rewards"""
+
+    step_reward: str = option("min", choices=("min", "last", "steps"), needs="placeholder_token")
+    """Which of a response's step scores is its reward: min or last; in RL also steps, each score at its own step."""
+    step_separator: str | None = option(None, needs="placeholder_token")
+    """Text that ends a step, before which the placeholder is put; unset: responses have the placeholder already."""
+
+    def check(self) -> Iterable[str]:
+        if self.placeholder_token is None:
+            return ()
+        if not self.reward_tokens:
+            raise UserError("--placeholder_token: a process reward model needs --reward_tokens too, as in its training")
+        if isinstance(self, RewardScaleOptions) and self.normalize_reward:
+            raise UserError("--normalize_reward: the scores of a process reward model are probabilities; leave it out")
+        return ()

@@ -1,8 +1,8 @@
-"""How an option is written: a dataclass field with its default and what can be said of its value alone; and what every
-group of options can do.
+"""An option: a dataclass field with its default, its limits and its help text, described once for every reader.
 
-What stands beside a field is read through catalogue.py: bounds and choices by checks.py and help, and so is what an
-option needs to have an effect. What several options say together is said by the `check` of their group.
+`option`, `every`, `required` and the like declare a field. `options_of` describes all options of a job, for the parser,
+the help and the resolved config. `from_text` and `from_yaml` read a value. What several options mean together is in the
+`check` of their group.
 """
 
 import ast
@@ -163,7 +163,7 @@ class Options:
         return [f"--{name} has no effect {why}" for name in names if self.asks(name)]
 
 
-# ---- What options a job has, read from its dataclass: the one description that parsing, help and YAML share.
+# ---- the options of a job, read from its dataclass
 
 
 @dataclass(frozen=True)
@@ -315,7 +315,7 @@ def suggestion(job_class: type, name: str) -> str | None:
     return meant(close[0], options) if close else None
 
 
-# ---- From words on the command line, or values in YAML, to an option's value. A ValueError's text is meant to follow the option's name.
+# ---- values, from a word of the command line or from YAML; a ValueError's text follows the option's name
 
 
 REDACTED = "<redacted>"

@@ -1,7 +1,8 @@
-"""The keys of a PaddleNLP file for GRPO, REINFORCE++ or PPO, and what each is here. paddle_spelling.py does what this
-table says; the table of docs/paddlenlp.md is made from it.
+"""PaddleNLP's file for GRPO, REINFORCE++ or PPO, read as options of `trimtab rl`.
 
-Names and defaults are those of PaddleNLP's llm/alignment/rl of mid-2025.
+The table of keys says what each becomes; names and defaults are those of PaddleNLP's llm/alignment/rl of mid-2025. The
+rules below it are for keys that are read together. Once a file is PaddleNLP's, every key of it goes through the table
+alone: names that both sides have need not mean the same. docs/paddlenlp.md shows the table.
 """
 
 import difflib
@@ -211,7 +212,7 @@ def options_named(key: Key) -> list[str]:
     return re.findall(r"--(\w+)", key.here)
 
 
-def told(name: str, known: Container[str]) -> str | None:
+def told_of_key(name: str, known: Container[str]) -> str | None:
     """What a key is here, for who puts it on the command line of a job that has the options `known`."""
     key = KEYS.get(name)
     if key is None or "rollout_batch_size" not in known:
@@ -236,7 +237,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# ---- What a file of PaddleNLP says, key by key: values of the right type, its defaults, and the line of every mistake.
+# ---- a file, key by key
 
 
 Entry = tuple[int, str, Any]  # line, key, value
@@ -331,7 +332,7 @@ def _unknown(job_class: type, name: str) -> str:
     return f"unknown key {name} of PaddleNLP; docs/paddlenlp.md lists them"
 
 
-# ---- PaddleNLP's file for GRPO, REINFORCE++ or PPO in the words of `trimtab rl`. What each key becomes is the table of paddle_keys.py; here are the keys that are read together. Once a file is PaddleNLP's, every key of it goes through the table alone: names that both sides have need not mean the same.
+# ---- the options it asks for
 
 
 _MARKS = {"rl_algorithm", "actor_model_name_or_path", "use_rm_server", "train_datasets"}

@@ -1,5 +1,7 @@
-"""Command line, YAML file or values in Python to a job's options. Imports nothing heavy: an error must come before
-torch does."""
+"""Command line, YAML file or values in Python to a job's options, and the text of `--help`.
+
+Imports nothing heavy: an error must come before torch does.
+"""
 
 import argparse
 import dataclasses
@@ -16,11 +18,10 @@ from typing import Any, TypeVar
 
 import yaml
 
-from trimtab.config import paddlenlp_aliases as paddle_keys
 from trimtab.config.aliases import advice
 from trimtab.config.objective_options import ESTIMATORS
 from trimtab.config.option import Option, find, from_text, from_yaml, options_of, suggestion
-from trimtab.config.paddlenlp_aliases import Entry, accumulation, in_our_words, is_paddle
+from trimtab.config.paddlenlp_aliases import Entry, accumulation, in_our_words, is_paddle, told_of_key
 from trimtab.config.resolved_config import MARK, settle
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.training_options import PASS_SIZES, PER_DEVICE, CallOptions, checkpoints_in
@@ -196,7 +197,7 @@ def unknown(job_class: type[CallOptions], words: Sequence[str], arguments: Mappi
     for word in dict.fromkeys(words):
         name, prefix = word.lstrip("-"), "--" if arguments is not None else word[: len(word) - len(word.lstrip("-"))]
         options = options_of(job_class)
-        if hint := advice(name, options, in_python=arguments is not None) or paddle_keys.told(name, options):
+        if hint := advice(name, options, in_python=arguments is not None) or told_of_key(name, options):
             told += f"; {hint}"
         else:
             named = f"{word}: " if len(words) > 1 else ""
@@ -300,7 +301,7 @@ def _entries(path: str, text: str) -> list[Entry]:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-# ---- The text of `--help`.
+# ---- help
 
 
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}

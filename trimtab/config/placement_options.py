@@ -1,7 +1,10 @@
-"""How the models of a job are split over its processes.
+"""Options of where models run: how they are split over processes, and how RL places models and engines.
 
 The processes of a model form a mesh (distributed/mesh.py): copies x parts of the parameters x parts of a row x parts of
-every layer. --ring_attn_size and --ds_tensor_parallel_size are the last two; what is left holds samples of its own.
+every layer. --ring_attn_size and --ds_tensor_parallel_size are the last two; the rest holds different samples.
+
+With --ray the models are spread over a cluster as these options say (distributed/ray/placement.py reads them). Without,
+they and the built-in engine share the processes of one machine, and what is asked for is compared with the machine.
 """
 
 import math
@@ -124,7 +127,7 @@ def _counted(processes: int) -> str:
     return "1 process" if processes == 1 else f"{processes} processes"
 
 
-# ---- Groups of options that say what an RL command asks for in machines, GPUs and vLLM engines. With --ray the models are spread over a cluster as these options say (distributed/ray/placement reads them). Without, they and the built-in engine share the processes of one machine, and what is asked for is compared with what is here.
+# ---- machines, GPUs and vLLM engines of an RL job
 
 
 ROLES = ("actor", "ref", "critic", "reward")

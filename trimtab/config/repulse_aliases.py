@@ -1,5 +1,9 @@
-"""The name of a tail run, from which its metric files and checkpoints have theirs. The grammar is RePULSe's own, so
-that files of both can lie side by side."""
+"""RePULSe's commands, read as `trimtab tail`, and the names of its runs.
+
+Six flags of the original together select a method. Here that is one name, and this file is where they meet. What the
+original has and no method of ours means is refused; flags that it shares with us pass through as they are. The grammar
+of run names is RePULSe's, so that files of both can lie side by side.
+"""
 
 import os
 import re
@@ -80,7 +84,7 @@ class RunName:
         return "_".join([*parts, self.parameterization, f"s{self.seed}"])
 
 
-# ---- RePULSe's own commands in the words of `trimtab tail`, and the names its runs have. Six flags of the original together select a method. Here that is one name, and this file is where they meet. What the original has and no method of ours means is refused; flags that it shares with us pass through as they are.
+# ---- commands
 
 
 SINGLE_PROMPT = "This man is a"

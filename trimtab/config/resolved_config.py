@@ -1,8 +1,8 @@
-"""What can be said about options before torch is imported: mistakes are a UserError, oddities a line of warning.
+"""Options as a run takes them: settled, checked, compared with this machine, written as a resolved config.
 
-Here is only the order in which everything is asked; what is asked stands beside the options: bounds, choices and needs
-in their fields (option.py), the rest in the `settle` and `check` of their groups. What depends on this machine is in
-support.py.
+Mistakes are a UserError, oddities a line of warning. Nothing here imports torch or the packages it looks for. What is
+asked stands beside the options: bounds, choices and needs in their fields (option.py), the rest in the `settle` and
+`check` of their groups.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ def _without_effect(options: Options) -> Iterator[str]:
                 yield from options.idle([name], f"without --{needed}{'' if wanted is None else f' {wanted}'}")
 
 
-# ---- What this version, or this machine, cannot do. Nothing here imports the packages it looks for.
+# ---- what this version, or this machine, cannot do
 
 
 def refuse_unimplemented(options: Options) -> None:
@@ -206,7 +206,7 @@ def _installed(module: str) -> bool:
     return find_spec(module) is not None
 
 
-# ---- Options to YAML that `--config` reads back to equal options, and the removal of keys from any text.
+# ---- YAML that `--config` reads back to equal options, and the removal of keys from any text
 
 
 MARK = "# trimtab "
@@ -292,7 +292,7 @@ _Dumper.add_representer(
 )
 
 
-# ---- Credentials in addresses (`http://user:password@host/path?token=...`): used, but shown and written nowhere.
+# ---- credentials in addresses (`http://user:password@host/path?token=...`): used, but shown and written nowhere
 
 
 _USER = re.compile(r"(?<=//)[^/?#\s]*@")

@@ -6,9 +6,20 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from trimtab.config.data_options import AgentTrainingOptions, TemplateOptions
-from trimtab.config.inference_options import RewardInputOptions, StepScoreOptions
-from trimtab.config.objective_options import RewardHeadOptions, RewardOptions, TeacherRewardOptions
+from trimtab.config.data_options import (
+    AgentTrainingOptions,
+    PretrainMixOptions,
+    PromptColumns,
+    PromptOptions,
+    TemplateOptions,
+)
+from trimtab.config.objective_options import (
+    RewardHeadOptions,
+    RewardInputOptions,
+    RewardOptions,
+    StepScoreOptions,
+    TeacherRewardOptions,
+)
 from trimtab.config.placement_options import ClusterOptions, ShardingOptions
 from trimtab.config.rl_options import (
     METHODS,
@@ -20,9 +31,6 @@ from trimtab.config.rl_options import (
     EngineOptions,
     KLOptions,
     PolicyLossOptions,
-    PretrainMixOptions,
-    PromptColumns,
-    PromptOptions,
     ProposalOptions,
     RecordingOptions,
     RolloutOptions,

@@ -1,71 +1,18 @@
-"""Groups of options of the RL jobs: prompts, rollouts, rewards, advantages, losses, and who runs where.
-
-Like groups.py. What RL shares with the other jobs (model, LoRA, checkpoints, sharding, ...) is in there.
-"""
+"""Options of the RL jobs: rollouts, advantages, losses, asynchronous training, and the tail methods."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.config import objective_options as estimators
-from trimtab.config.data_options import InputColumn, PromptLengthOptions, RowOptions, check_mixture, check_sources
-from trimtab.config.option import Options, option, required
+from trimtab.config.data_options import (
+    PromptOptions,
+    check_sources,
+)
+from trimtab.config.objective_options import CALLED, ESTIMATORS, Estimator
+from trimtab.config.option import Options, option
 from trimtab.config.placement_options import ClusterOptions
 from trimtab.config.training_options import AnswerOptions, SamplingOptions, UpdateOptions
 from trimtab.errors import UserError
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptOptions(RowOptions, PromptLengthOptions):
-    """Data"""
-
-    prompt_data: str = required("DATA", "a file, a folder or a hub name")
-    """Prompts: hub names, files or folders, separated by commas, as --dataset of the other jobs."""
-    prompt_data_probs: str | None = None
-    """Share of each source, separated by commas; unset: the sources are concatenated."""
-    prompt_split: str = "train"
-    """Split to train on."""
-    truncate_prompts: bool = False
-    """Cut prompts longer than --prompt_max_len, whose first tokens stay, instead of leaving them out; they are counted
-    too."""
-    no_shuffle: bool = False
-    """Take the prompts in the order of the data, in every episode."""
-    drop_last: bool = False
-    """Leave out the prompts at the end of an episode that do not fill an iteration."""
-    # Unlike --max_len of the other jobs, which is always a number.
-    max_len: int | None = None
-    """At most this many tokens in prompt and answer together; unset: prompt_max_len + generate_max_len. Deprecated."""
-
-    def check(self) -> Iterable[str]:
-        if self.prompt_data is None:  # an environment has rows
-            return self.idle(["prompt_data_probs", "prompt_split"], "without --prompt_data")
-        return check_mixture(self.prompt_data, self.prompt_data_probs, "--prompt_data")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptColumns(InputColumn):
-    """Conversations"""
-
-    # Unlike --label_key of the other jobs, which judges an answer and is never unset.
-    label_key: str | None = None
-    """Column that is handed to the reward as the prompt's label, such as the right answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainMixOptions(Options):
-    """Pre-training mix"""
-
-    pretrain_data: str | None = None
-    """Text to go on pre-training on beside RL (PTX)."""
-    pretrain_data_probs: str | None = option("1.0", needs="pretrain_data")
-    """Share of each source of --pretrain_data."""
-    pretrain_split: str = option("train", needs="pretrain_data")
-    """Split of --pretrain_data."""
-    ptx_coef: float = option(0.05, at_least=0, needs="pretrain_data")
-    """Weight of the loss on --pretrain_data; an update takes as many of its rows as it has samples."""
-
-    def check(self) -> Iterable[str]:
-        return check_sources(self.pretrain_data, "--pretrain_data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +111,7 @@ class EngineOptions(Options):
 class AdvantageOptions(Options):
     """Advantages"""
 
-    advantage_estimator: str = option("gae", choices=estimators.CALLED)
+    advantage_estimator: str = option("gae", choices=CALLED)
     """How rewards become advantages"""
     gamma: float = option(1.0, at_least=0, at_most=1)
     """Discount of later rewards, token by token; always 1 in the estimators that compare a group's answers."""
@@ -174,8 +121,8 @@ class AdvantageOptions(Options):
     """Where advantages are whitened over the iteration, centre them only."""
 
     @property
-    def estimator(self) -> estimators.Estimator:
-        return estimators.ESTIMATORS[self.advantage_estimator]
+    def estimator(self) -> Estimator:
+        return ESTIMATORS[self.advantage_estimator]
 
     def check(self) -> Iterable[str]:
         estimator = self.estimator
@@ -308,7 +255,7 @@ class SamplingEvaluationOptions(AnswerOptions):
     """Measure the time of each phase; that is always done here."""
 
 
-# ---- Options of answers that outlive an update: how far ahead of learning they are written, and how old they may get. A run whose answers may not get older at all is the synchronous one, in its own code: `outlives_updates` says which.
+# ---- asynchronous training; a run without stale answers is the synchronous one (`outlives_updates`)
 
 
 BOUND_PER_BATCH = 4
@@ -423,7 +370,7 @@ class AsyncRunOptions(PromptOptions, RolloutOptions, AsyncOptions, RecordingOpti
             )
 
 
-# ---- Groups of options of the tail job: the method, the proposal it may learn, and what is measured. Like groups.py. Methods that lower the probability of rare bad answers (RePULSe, Zhao et al. 2025) and their baselines; the original's own flags are translated in repulse_spelling.py.
+# ---- the tail job: methods that lower the probability of rare bad answers (RePULSe, Zhao et al. 2025), and baselines
 
 
 METHODS = ("ppo", "reinforce", "reinforce_transform", "base_proposal", "repulse")

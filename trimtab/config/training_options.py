@@ -1,9 +1,9 @@
-"""Every option, written once: a field with its type, its default and, under it, its help text.
+"""Options that training jobs share: model, LoRA, optimiser, batches, checkpoints, logging, processes.
 
-A group holds the options that the same set of jobs shares; its docstring is their heading in `--help`. Bounds and
-choices stand in the field (option.py), what options say together in the group's `check`. Jobs (jobs.py) inherit the
-groups they need and may change a default. Names and meanings follow OpenRLHF v0.7 to v0.8; where those versions
-disagree v0.8.5 decides. Options of rows are in data.py, those that say what is learnt in objectives.py.
+Every option is written once: a field with its type, its default and, under it, its help text. A group holds the options
+that the same set of jobs shares; its docstring is their heading in `--help`. Bounds and choices stand in the field
+(option.py), what options say together in the group's `check`. Jobs (jobs.py) inherit the groups they need and change
+defaults. Names and meanings follow OpenRLHF v0.7 to v0.8; where those versions disagree v0.8.5 decides.
 """
 
 import dataclasses
@@ -482,7 +482,7 @@ class ProcessOptions(Options):
         return processes
 
 
-# ---- How a job is put together from groups of options.
+# ---- jobs, made of groups
 
 
 Group = TypeVar("Group", bound=Options)

@@ -62,7 +62,7 @@ class DeviceKind:
         return self.name if feature in self.lacks else None
 
 
-# What a run can ask for and a device may not offer: config/resolved_config.py says which options do, and what to do instead.
+# What a run can ask for and a device may not offer: config/resolved_config.py has the options.
 LACKING = frozenset({"ring attention", "tensor parallel", "sleeping engines", "four bit", "liger", "flash-attn"})
 
 CUDA = DeviceKind(

@@ -7,9 +7,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.data_options import EnvironmentOptions, listed
-from trimtab.config.inference_options import StepScoreOptions
 from trimtab.config.jobs import GenerateOptions
-from trimtab.config.objective_options import GIVEN
+from trimtab.config.objective_options import GIVEN, StepScoreOptions
 from trimtab.config.rl_jobs import RLOptions, TailOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device

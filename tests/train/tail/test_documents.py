@@ -11,7 +11,7 @@ from transformers import LlamaForSequenceClassification
 
 from tests import warm
 from tests.cli.test_attack import DOCUMENTED as ATTACK
-from tests.config.test_repulse_spelling import COMMANDS
+from tests.config.test_repulse_aliases import COMMANDS
 from tests.rewards.encoder import write_encoder
 from tests.tiny import tiny_model
 from tests.train.job_run import write_rows

@@ -5,13 +5,13 @@ import pytest
 from tests.config.every_job import EVERY_JOB
 from trimtab.cli.main import VERBS as OUR_VERBS
 from trimtab.cli.main import main
-from trimtab.config import aliases as words
+from trimtab.config import aliases
 from trimtab.config.jobs import JOBS
 from trimtab.config.option import find, options_of
 
 
 def test_every_word_leads_to_options_that_exist_together_in_a_job():
-    for entry in words.WORDS:
+    for entry in aliases.WORDS:
         jobs = [job for job in EVERY_JOB if all(name in options_of(job) for name in entry.options)]
         assert entry.options and jobs, entry
         if "." not in entry.word:  # else a word of another kind, which no option can be called
@@ -19,7 +19,7 @@ def test_every_word_leads_to_options_that_exist_together_in_a_job():
 
 
 def test_every_word_for_a_verb_leads_to_verbs_that_exist():
-    for word, meant in words.VERBS.items():
+    for word, meant in aliases.VERBS.items():
         assert word not in OUR_VERBS
         for command in meant.split("trimtab ")[1:]:
             assert command.split()[0].rstrip(",:") in {*OUR_VERBS, "--help"}, command
@@ -59,7 +59,7 @@ def test_other_tools_words_lead_to_the_right_place(argv, told, capsys):
 
 def test_the_page_shows_the_table():
     page = Path(__file__).parents[2] / "docs" / "words.md"
-    assert page.read_text() == words.page(), "write it anew: page() of trimtab/config/aliases.py"
+    assert page.read_text() == aliases.page(), "write it anew: page() of trimtab/config/aliases.py"
 
 
 def test_what_trl_calls_the_same_is_accepted_or_answered():

@@ -3,18 +3,16 @@ import dataclasses
 import pytest
 
 from tests.config.every_job import EVERY_JOB
-from trimtab.config import data_options as agents
-from trimtab.config import data_options as data
-from trimtab.config import inference_options as attack
-from trimtab.config import inference_options as generation
-from trimtab.config import inference_options as serving
-from trimtab.config import objective_options as objectives
-from trimtab.config import objective_options as rewards
-from trimtab.config import placement_options as placement
-from trimtab.config import rl_options as rl
-from trimtab.config import rl_options as tail
-from trimtab.config import training_options as groups
+from trimtab.config import (
+    data_options,
+    inference_options,
+    objective_options,
+    placement_options,
+    rl_options,
+    training_options,
+)
 from trimtab.config.aliases import ALIASES, IN_RL, meant
+from trimtab.config.data_options import AgentTrainingOptions, DataOptions, EnvironmentOptions
 from trimtab.config.jobs import (
     ChatOptions,
     DPOOptions,
@@ -25,7 +23,7 @@ from trimtab.config.jobs import (
     RMOptions,
     SFTOptions,
 )
-from trimtab.config.option import Limits, options_of
+from trimtab.config.option import Limits, Options, options_of
 from trimtab.config.rl_jobs import AnyRLOptions, DAPOOptions, GRPOOptions, PPOOptions, ReinforceOptions, RLOOOptions
 from trimtab.config.training_options import job
 
@@ -178,7 +176,10 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     own |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations", "compile"}
     own |= {"ray", "max_restarts", "restart_wait", "rollout_engine", "vllm_sync_lora"}
     own |= {"async_staleness", "async_timeout", "bootstrap_truncated"}
-    own |= {field.name for field in dataclasses.fields(agents.AgentTrainingOptions)} - {"agent_func_path", "given"}
+    own |= {field.name for field in dataclasses.fields(AgentTrainingOptions)} - {
+        "agent_func_path",
+        "given",
+    }
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
     own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator", "reward_func", "reward_timeout"}
     own |= {"generate_min_len", "repetition_penalty", "adam_eps", "policy_loss_coef", "kl_clip", "running_reward_norm"}
@@ -196,7 +197,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
             {"dataset_split", "label_key", "reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights"}
             | {"reward_func", "reward_timeout"}
             | {"nproc", "load_in_4bit", "hang_timeout", "rollout_engine"}
-            | {field.name for field in dataclasses.fields(agents.EnvironmentOptions)} - {"given"},
+            | {field.name for field in dataclasses.fields(EnvironmentOptions)} - {"given"},
         ),
         (ChatOptions, CHAT_DEFAULTS, {"seed", "full_determinism"}),
     ],
@@ -224,13 +225,14 @@ def test_every_training_job_packs_and_resumes():
 
 
 def test_no_option_is_declared_in_two_groups():
+    modules = (data_options, inference_options, objective_options, placement_options, rl_options, training_options)
     found = {
         group
-        for module in (agents, attack, data, generation, groups, objectives, placement, rewards, rl, serving, tail)
+        for module in modules
         for group in vars(module).values()
-        if isinstance(group, type)
+        if isinstance(group, type) and issubclass(group, Options)
     }
-    options = [name for group in found if dataclasses.is_dataclass(group) for name in options_of(group)]
+    options = [name for group in found for name in options_of(group)]
     declared = [name for group in found for name in vars(group).get("__annotations__", {}) if name in options]
     assert "pretrain" in declared and "beta" in declared and "gamma" in declared
     # The first three may be left unset in RL, and mean something else there; so do the others in generation or attacks.
@@ -258,11 +260,11 @@ def test_every_alias_leads_to_an_option_and_hides_none():
 
 def test_a_job_changes_a_default_for_itself_only_and_keeps_help_and_section():
     @job("probe", max_len=7)
-    class ProbeOptions(data.DataOptions):
+    class ProbeOptions(DataOptions):
         """Probe"""
 
     assert ProbeOptions().max_len == 7
-    assert data.DataOptions().max_len == SFTOptions().max_len == 2048
+    assert DataOptions().max_len == SFTOptions().max_len == 2048
     assert options_of(ProbeOptions)["max_len"].section == "Data"
     assert options_of(ProbeOptions)["max_len"].help == options_of(SFTOptions)["max_len"].help
     assert options_of(ProbeOptions)["max_len"].limits == options_of(SFTOptions)["max_len"].limits != Limits()
@@ -272,5 +274,5 @@ def test_a_job_cannot_change_the_default_of_an_option_it_does_not_have():
     with pytest.raises(KeyError, match="learning_rate"):
 
         @job("probe", learning_rate=1.0)
-        class ProbeOptions(data.DataOptions):
+        class ProbeOptions(DataOptions):
             """Probe"""
