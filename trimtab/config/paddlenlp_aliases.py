@@ -225,10 +225,12 @@ def table() -> str:
     """What docs/paddlenlp.md has of this."""
     lines = []
     for section, keys in SECTIONS.items():
-        lines += [f"### {section}", "", "| key | absent | here |", "|---|---|---|"]
+        rows: dict[tuple[str, str], list[str]] = {}
         for key in keys:
             absent = "" if key.absent is None else f"`{_shown(key.absent)}`"
-            lines.append(f"| `{key.name}` | {absent} | {'*noted*: ' if key.noted else ''}{key.here} |")
+            rows.setdefault((absent, f"{'*noted*: ' if key.noted else ''}{key.here}"), []).append(f"`{key.name}`")
+        lines += [f"### {section}", "", "| key | absent | here |", "|---|---|---|"]
+        lines += [f"| {', '.join(names)} | {absent} | {here} |" for (absent, here), names in rows.items()]
         lines.append("")
     return "\n".join(lines)
 
