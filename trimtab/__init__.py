@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from trimtab.api.advantages import advantages as advantages
     from trimtab.api.generation import generate as generate
     from trimtab.api.learner import Learner as Learner
+    from trimtab.api.learner_losses import Loss as Loss
+    from trimtab.api.learner_losses import LossInputs as LossInputs
+    from trimtab.api.learner_losses import advantages as advantages
     from trimtab.api.listing import options as options
-    from trimtab.api.losses import Loss as Loss
-    from trimtab.api.losses import LossInputs as LossInputs
     from trimtab.api.rl import dapo as dapo
     from trimtab.api.rl import grpo as grpo
     from trimtab.api.rl import ppo as ppo
@@ -45,11 +45,11 @@ _PLACES = {
     "options": "trimtab.api.listing",
     **dict.fromkeys(("Run", "open"), "trimtab.api.run"),
     **dict.fromkeys(("Error", "Interrupted", "RunFailed", "UserError"), "trimtab.errors"),
-    **dict.fromkeys(("Loss", "LossInputs"), "trimtab.api.losses"),
+    **dict.fromkeys(("Loss", "LossInputs"), "trimtab.api.learner_losses"),
     **dict.fromkeys(("Episode", "Sample"), "trimtab.api.samples"),
     **dict.fromkeys(("Step", "Task", "Turn"), "trimtab.envs.types"),
     "Learner": "trimtab.api.learner",
-    "advantages": "trimtab.api.advantages",
+    "advantages": "trimtab.api.learner_losses",
 }
 
 # Written out, so that type checkers can read it. A star must not put another `open` over Python's.

@@ -10,8 +10,7 @@ from datasets import Dataset
 import trimtab
 from tests.api.small import RL
 from tests.tiny import tiny_model
-from trimtab.api.given import Given
-from trimtab.api.rewards import reward_options
+from trimtab.api.arguments import Given, reward_options
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
 

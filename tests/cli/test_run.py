@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from trimtab.api.starting import in_one_class
-from trimtab.cli.run import guarded, run_job
+from trimtab.api.call import call_errors
+from trimtab.cli.main import guarded, run_job
 from trimtab.config import resolved_config as support
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parser import parse
@@ -171,7 +171,7 @@ def test_errors_that_are_each_other_s_causes_are_told_and_not_followed_for_ever(
         assert run_job(SFTOptions, GOOD, failing_with(errors[0])) == 1
         assert first_line(errors[0]) == f"number {length - 1}"
         assert reward_failure(errors[0]) == "number 0"
-        with pytest.raises(RunFailed), in_one_class(SFTOptions, {}):
+        with pytest.raises(RunFailed), call_errors(SFTOptions, {}):
             raise errors[0]
     assert capsys.readouterr().err == "trimtab sft: failed: number 0\n"
 

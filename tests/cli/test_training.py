@@ -124,7 +124,7 @@ def test_gpus_that_are_not_here_are_a_warning_in_a_dry_run_and_a_refusal_at_the_
 def test_the_module_that_is_named_after_ray_means_it(module, words, ray, stub, monkeypatch, capsys):
     seen = []
     stub("rl", train=seen.append)
-    monkeypatch.setattr("trimtab.running.training.watch", lambda limit: None)
+    monkeypatch.setattr("trimtab.job.watch", lambda limit: None)
     monkeypatch.setattr("trimtab.config.resolved_config.find_spec", lambda module: object())
     assert module.main([*PROMPTS, *words]) == 0
     assert seen[0].ray is ray
@@ -133,8 +133,8 @@ def test_the_module_that_is_named_after_ray_means_it(module, words, ray, stub, m
 def test_with_ray_no_launcher_starts_processes(stub, monkeypatch, capsys):
     seen = []
     stub("rl", train=seen.append)
-    monkeypatch.setattr("trimtab.running.training.watch", lambda limit: None)
-    monkeypatch.setattr("trimtab.running.training.launch_processes", None)
+    monkeypatch.setattr("trimtab.job.watch", lambda limit: None)
+    monkeypatch.setattr("trimtab.job.launch_processes", None)
     monkeypatch.setattr("trimtab.config.resolved_config.find_spec", lambda module: object())
     assert train_ppo_ray.main([*PROMPTS, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "8"]) == 0
     assert (seen[0].nproc, seen[0].processes) == (8, 16)

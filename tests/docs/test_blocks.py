@@ -13,8 +13,7 @@ import yaml
 
 from tests.config.every_job import EVERY_JOB
 from tests.docs.pages import COMMAND, PAGES, PROJECT, Block, blocks_of
-from trimtab.cli.command_parser import CommandParser
-from trimtab.cli.main import VERBS, main
+from trimtab.cli.main import VERBS, CommandParser, main
 from trimtab.config.option import find
 from trimtab.embedded import sort_task
 
@@ -72,7 +71,7 @@ def understood(monkeypatch):
     parse = CommandParser.parse_args
     monkeypatch.setattr(CommandParser, "parse_args", lambda self, words: stop(parse(self, words)))
     monkeypatch.setattr("trimtab.cli.plan._told", stop)
-    monkeypatch.setattr("trimtab.cli.run.prepared", stop)
+    monkeypatch.setattr("trimtab.cli.main.prepared", stop)
 
     def check(words: list[str]) -> bool:
         try:

@@ -6,8 +6,8 @@ from argparse import Namespace
 import pytest
 
 from trimtab.cli import quickstart, train_grpo, train_sft
-from trimtab.cli.lesson import SHOWN, Lesson, readable_command
 from trimtab.cli.main import main
+from trimtab.cli.quickstart import SHOWN, Lesson, readable_command
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ from argparse import Namespace
 import pytest
 
 from trimtab.cli import tour
-from trimtab.cli.lesson import Lesson
 from trimtab.cli.main import main
+from trimtab.cli.quickstart import Lesson
 from trimtab.embedded import sort_task
 
 RUNS = ("sft", "grpo", "ppo", "dpo", "kto")

@@ -1,18 +1,296 @@
-"""The arguments of a call as options: objects become places of files, rewards the options that name them. And back:
-errors that speak of options speak of arguments to a caller in Python."""
+"""The arguments of a call from Python as options of a job.
 
+Objects become files of the run, `SAVE_PATH/given/`, and rewards become the options that name them. So the manifest,
+exact resume, reports and several processes work as with a command, and a command with these files is the same run. The
+files are first written to a temporary folder and move to the run's folder once its options are found good: a refused
+call leaves nothing behind, and sets no earlier run aside. Models, which are large, are written there directly.
+
+Errors that name options are translated back: a caller in Python reads the names of arguments.
+"""
+
+import difflib
+import json
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
-from trimtab.api.given import Given, is_model
-from trimtab.api.rewards import reward_options
+from trimtab.api.environments import with_tools
+from trimtab.config.objective_options import GIVEN
 from trimtab.config.option import Option, find, options_of
 from trimtab.config.parser import parse_values
 from trimtab.config.training_options import PER_DEVICE, CallOptions
 from trimtab.errors import UserError
+from trimtab.files import new_temporary_folder, remove, write_bytes, write_text, writing
+
+
+def suggested(word: object, known: Iterable[str]) -> str:
+    """To follow what says that the word is not known."""
+    names = list(known)
+    close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
+
+
+# ---- objects as files
+
+FOLDER = "given"
+
+_STUB = '''"""Written by Trimtab: the environment that was given in Python, in environment.pkl beside this file."""
+
+import sys
+from pathlib import Path
+
+import dill
+
+sys.path.extend({paths!r})
+Given = dill.loads(Path(__file__).with_name("environment.pkl").read_bytes())
+'''
+
+
+class Given:
+    """What one call was given. Paths are those aside, until `move_in`."""
+
+    def __init__(self) -> None:
+        self.aside = new_temporary_folder("trimtab-given")
+        self._models: dict[str, tuple[Any, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return any(self.aside.iterdir())
+
+    def model(self, name: str, model: Any, tokenizer: Any) -> str:
+        """A loaded model; `name`: the option that it stands for. A text is a place already."""
+        if isinstance(model, str | os.PathLike):
+            if tokenizer is not None:
+                raise UserError("tokenizer: it comes with a loaded model; a folder or a name brings its own")
+            return os.fspath(model)
+        if not is_model(model):
+            raise UserError(f"--{name} takes a folder, a name or a loaded PreTrainedModel, not {_kind(model)}")
+        self._models[name] = model, tokenizer if tokenizer is not None else _tokenizer_of(model, name)
+        return str(self._place(name, folder=True))
+
+    def rows(self, name: str, rows: Any, column: str, most: int | None = None) -> str:
+        """Rows: texts, lists of messages (both become `column`) or dicts. A text is a place already. `most`: how many
+        are taken of what has no length."""
+        if isinstance(rows, str | os.PathLike):
+            return os.fspath(rows)
+        if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+            raise UserError(
+                f"--{name} takes a path, a hub name, or rows (texts, messages, dicts or a datasets.Dataset), not "
+                f"{_kind(rows)}" + ("; give one of its splits" if isinstance(rows, Mapping) else "")
+            )
+        if not isinstance(rows, Sized):
+            rows = islice(rows, most)
+        lines = (json.dumps(row, ensure_ascii=False) for row in _plain_rows(rows, name, column))
+        first = next(lines, None)
+        if first is None:
+            raise UserError(f"--{name}: there are no rows in what was given")
+        place = self._place(f"{name}.jsonl")
+        with writing("what was given in Python: cannot write it aside"), place.open("w", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in chain([first], lines))
+        return str(place)
+
+    def environment(self, environment: Any, tools: Sequence[Callable[..., Any]]) -> dict[str, str]:
+        """The option that says which environment is played."""
+        if isinstance(environment, str | os.PathLike) and not tools:
+            text = os.fspath(environment)
+            is_file = text.partition(":")[0].endswith(".py") or text.endswith(".py")
+            return {"agent_func_path" if is_file else "environment": text}
+        if isinstance(environment, str | os.PathLike):
+            raise UserError("tools: an environment that is named has its own; give tools, or a class with them")
+        made = with_tools(environment, tools)
+        import dill
+
+        try:
+            content = dill.dumps(made, recurse=True)
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(
+                f"environment: {getattr(made, '__name__', made)} cannot be sent to a process of its own ({reason}): "
+                "write it to a file and give FILE.py:NAME"
+            ) from error
+        write_bytes(self._place("environment.pkl"), content)
+        stub = self._place("environment.py")
+        write_text(stub, _STUB.format(paths=[path or os.getcwd() for path in sys.path]))
+        return {"agent_func_path": f"{stub}:Given"}
+
+    def move_in(self, save_path: str) -> Callable[[Any], Any]:
+        """Bring everything into the run's folder; what turns paths aside into those there."""
+        home = Path(save_path).expanduser().resolve() / FOLDER
+        if self:
+            with writing(f"--save_path {save_path}: cannot write there"):
+                home.mkdir(parents=True, exist_ok=True)
+                for place in self.aside.iterdir():
+                    remove(home / place.name)
+                    if place.name in self._models:
+                        _save(*self._models[place.name], home / place.name)
+                    else:
+                        shutil.move(place, home / place.name)
+
+        def settled(value: Any) -> Any:
+            return value.replace(str(self.aside), str(home)) if isinstance(value, str) else value
+
+        return settled
+
+    def close(self) -> None:
+        remove(self.aside)
+
+    def _place(self, name: str, *, folder: bool = False) -> Path:
+        place = self.aside / name
+        if folder:
+            place.mkdir()
+        return place
+
+
+def is_model(value: Any) -> bool:
+    """Whether it is a loaded model of transformers, which need not be imported to say so."""
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(value).__mro__)
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    from trimtab.models.pretrained import quiet_transformers
+
+    quiet_transformers()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _tokenizer_of(model: Any, name: str) -> Any:
+    place = getattr(model, "name_or_path", "")
+    if not place:
+        raise UserError(f"--{name}: a loaded model needs its tokenizer: give tokenizer=")
+    from transformers import AutoTokenizer
+
+    from trimtab.models.pretrained import from_pretrained
+
+    return from_pretrained(AutoTokenizer, place, flag=f"--{name}")
+
+
+def _plain_rows(rows: Iterable[Any], name: str, column: str) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(rows):
+        where = f"--{name}: row {number}"
+        if isinstance(row, str) or (isinstance(row, list | tuple) and row and isinstance(row[0], Mapping)):
+            row = {column: row}
+        if not isinstance(row, Mapping):
+            raise UserError(f"{where} is {_kind(row)}: a row is a text, a list of messages or a dict of columns")
+        yield {str(key): _plain(value, f"{where}, column {key}") for key, value in row.items()}
+
+
+def _plain(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one, where) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one, where) for one in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist(), where)
+    raise UserError(f"{where}: {_kind(value)} has no form in JSON; make a text or a number of it")
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+# ---- rewards as options
+
+# In the order in which --reward_weights counts them; a verifier's weight stands in its name.
+OPTIONS = ("reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier")
+
+
+def reward_options(
+    reward: Any, options: Mapping[str, Any], given: Given
+) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    """The options for a reward or a list of them, and the functions that they name. Weights among the options are in
+    the order of the list."""
+    if reward is None:
+        return {}, {}
+    if both := [name for name in OPTIONS if options.get(name) is not None]:
+        raise UserError(f"rewards are given twice, as reward and as {', '.join(both)}: give one of them")
+    rewards = list(reward) if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
+    if not rewards:
+        raise UserError("reward: the list is empty")
+    weights = _weights(options.get("reward_weights"), len(rewards))
+    functions: dict[str, Callable[..., Any]] = {}
+    places: dict[str, list[tuple[str, float | None]]] = {name: [] for name in OPTIONS}
+    for one, weight in zip(rewards, weights):
+        option, text = _option(one, functions, given, f"reward_pretrain{len(places['reward_pretrain']) or ''}")
+        if option == "reward_verifier" and weight is not None:
+            text, weight = f"{text.rpartition(':')[0] or text}:{weight:g}", None
+        places[option].append((text, weight))
+    chosen: dict[str, Any] = {name: ",".join(text for text, _ in found) for name, found in places.items() if found}
+    if weights[0] is not None:
+        chosen["reward_weights"] = _in_order(places) or None
+    return chosen, functions
+
+
+def argument_names(names: Mapping[str, str], reward: Any) -> dict[str, str]:
+    """What a call names its arguments, by option: with what it has for objects that are no option's value."""
+    own = {name: name for name in ("reward", "tokenizer", "on_iteration")}
+    return {**own, **names, **(dict.fromkeys(OPTIONS, "reward") if reward is not None else {})}
+
+
+def _option(reward: Any, functions: dict[str, Callable[..., Any]], given: Given, name: str) -> tuple[str, str]:
+    """`name`: of the folder, if it is a model."""
+    if is_model(reward):
+        return "reward_pretrain", given.model(name, reward, None)
+    if callable(reward):
+        name = base = getattr(reward, "__name__", type(reward).__name__).strip("<>")
+        while name in functions:
+            name = f"{base}_{len(functions) + 1}"
+        functions[name] = reward
+        return "reward_func", f"{GIVEN}{name}"
+    if not isinstance(reward, str | os.PathLike):
+        raise UserError(
+            "reward takes a function, FILE.py:FUNCTION, a verifier's name, a model or its folder, or an address, not "
+            f"{type(reward).__name__}"
+        )
+    text = os.fspath(reward)
+    if text.startswith(("http://", "https://")):
+        return "remote_rm_url", text
+    if text.endswith(".py") or ".py:" in text:
+        return "reward_func", text
+    from trimtab.rewards.verifiers import VERIFIERS
+
+    name = text.partition("(")[0].partition(":")[0].partition(",")[0].strip()
+    if os.path.exists(os.path.expanduser(text)) or "/" in name:
+        return "reward_pretrain", text
+    if name not in VERIFIERS:
+        close = difflib.get_close_matches(name, VERIFIERS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UserError(
+            f"reward {text!r} is neither a verifier nor a folder: {hint}A reward is a function, FILE.py:FUNCTION, a "
+            f"verifier ({', '.join(VERIFIERS)}), a reward model (loaded, a folder or owner/name; a hub name without an "
+            "owner is given as reward_pretrain=), or an address (http://...)"
+        )
+    return "reward_verifier", text
+
+
+def _weights(wanted: Any, count: int) -> list[float | None]:
+    if wanted is None:
+        return [None] * count
+    weights = [wanted] if isinstance(wanted, int | float | str) else list(wanted)
+    if len(weights) != count:
+        raise UserError(f"--reward_weights has {len(weights)} numbers for {count} rewards: give one for each")
+    try:
+        return [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise UserError(f"--reward_weights takes numbers, not {wanted!r:.60}") from None
+
+
+def _in_order(places: Mapping[str, Sequence[tuple[str, float | None]]]) -> list[float | None]:
+    servers = {weight for _, weight in places["remote_rm_url"]}
+    if len(servers) > 1:
+        raise UserError("--reward_weights: servers share the samples and are one reward; give them one weight")
+    return [weight for name in OPTIONS[:2] for _, weight in places[name]] + list(servers)
+
+
+# ---- arguments as options
 
 DATA = ("prompt_data", "dataset", "eval_dataset", "pretrain_data", "heldout_prompt_data")
 

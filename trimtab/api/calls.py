@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from trimtab.api.arguments import resolved
-from trimtab.api.rewards import argument_names
+from trimtab.api.arguments import argument_names, resolved
+from trimtab.api.call import call_errors, train
 from trimtab.api.run import Run
-from trimtab.api.starting import in_one_class, train
 from trimtab.config.jobs import TRAINED
 
 Told = TypeVar("Told", bound=Callable[..., Any])
@@ -53,6 +52,6 @@ def start(
     named["load_checkpoint"] = True if resume else None
     names = argument_names({**names, "load_checkpoint": "resume"}, reward)
     objects = {"tokenizer": tokenizer, "reward": reward, "environment": environment, "tools": tools, "names": names}
-    with in_one_class(TRAINED[verb], names), resolved(TRAINED[verb], options, named, **objects) as arguments:
+    with call_errors(TRAINED[verb], names), resolved(TRAINED[verb], options, named, **objects) as arguments:
         path = train(verb, arguments, on_iteration=on_iteration)
     return Run(path, functions=arguments.functions)

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.arguments import Arguments, resolved
-from trimtab.api.rewards import argument_names
-from trimtab.api.starting import Hearing, check_can_be_asked, in_one_class, in_words, with_paths, without_keys
+from trimtab.api.arguments import Arguments, argument_names, resolved
+from trimtab.api.call import Hearing, call_errors, check_can_be_asked, in_words, with_paths, without_keys
 from trimtab.config.jobs import GenerateOptions
 from trimtab.config.parser import parse_values
 from trimtab.config.resolved_config import redact
 from trimtab.files import new_temporary_folder, remove
+from trimtab.job import prepared, trusting_code
 from trimtab.rewards.functions import register_functions
-from trimtab.running.preparing import prepared, trusting_code
 
 if TYPE_CHECKING:
     from trimtab.api.types import Model, Rows, Tokenizer
@@ -44,7 +43,7 @@ def generate(
     named = {"pretrain": model, "dataset": prompts, "output_path": output_path}
     names = argument_names({"pretrain": "model", "dataset": "prompts"}, reward)
     objects = {"tokenizer": tokenizer, "reward": reward, "names": names}
-    with in_one_class(GenerateOptions, names), resolved(GenerateOptions, options, named, **objects) as arguments:
+    with call_errors(GenerateOptions, names), resolved(GenerateOptions, options, named, **objects) as arguments:
         home = new_temporary_folder("trimtab-generate")
         try:
             if output_path is None and not options.get("config"):
@@ -58,13 +57,13 @@ def generate(
 
 
 def _rows(options: GenerateOptions, arguments: Arguments, settled: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    from trimtab.running.generation import rehearse_generating, start_generating
+    from trimtab.job import rehearse_job, start_job
 
     if options.dry_run:
-        for line in rehearse_generating(with_paths(options, settled)):
+        for line in rehearse_job(with_paths(options, settled)):
             print(redact(line, options))
         return []
     words, hearing = in_words(arguments.values, settled), Hearing("generate")
-    hearing.check(start_generating(with_paths(options, settled), "trimtab.cli.batch_inference", words, hearing))
+    hearing.check(start_job(with_paths(options, settled), words, hearing))
     with Path(options.output_path).open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]

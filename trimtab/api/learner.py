@@ -16,18 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.api import saving
-from trimtab.api.building import Built, build, options_of, set_names
-from trimtab.api.drawing import SAMPLING, rooms, sampling_of, seeds_of
-from trimtab.api.losses import Loss, chosen, is_number
-from trimtab.api.passes import Gathered, Passes
-from trimtab.api.playing import LIMITS, Asked, play
-from trimtab.api.prompts import Prompt, Prompts
-from trimtab.api.reference import Reference
+from trimtab.api.arguments import suggested
+from trimtab.api.call import call_errors
+from trimtab.api.learner_losses import Gathered, Loss, Passes, chosen, is_number
+from trimtab.api.learner_rollouts import LIMITS, SAMPLING, Asked, Prompt, Prompts, play, rooms, sampling_of, seeds_of
+from trimtab.api.learner_server import Turns
+from trimtab.api.learner_state import (
+    Built,
+    Reference,
+    build,
+    options_of,
+    plain_options,
+    read_model,
+    read_state,
+    restore_optimizer,
+    set_names,
+    write_state,
+)
 from trimtab.api.samples import Episode, Rows, Sample, as_list, temperature_of
-from trimtab.api.starting import in_one_class
-from trimtab.api.suggesting import suggested
-from trimtab.api.turns import Turns
 from trimtab.config.jobs import LearnerOptions
 from trimtab.data.tokenizer import texts_of
 from trimtab.distributed.random_state import RandomStream
@@ -80,7 +86,7 @@ class Learner:
         **options: Any,
     ):
         given = options | {"lora_rank": lora_rank, "learning_rate": learning_rate, "seed": seed}
-        with in_one_class(LearnerOptions, {"pretrain": "model"}):
+        with call_errors(LearnerOptions, {"pretrain": "model"}):
             built = build(model, tokenizer, options_of(model, bf16, given))
         self._begin(built, None if reference is None else str(reference), own_tokenizer=tokenizer is not None)
 
@@ -272,7 +278,7 @@ class Learner:
             state = {
                 "counters": {"step": self.version, "draws": self._draws},
                 "gathered": vars(self._gathered),
-                "options": saving.plain_options(self.options) | {"bf16": self.options.bf16},
+                "options": plain_options(self.options) | {"bf16": self.options.bf16},
                 "learning_rate": self.learning_rate,
                 "weights": self._loaded.weights,
                 "reference": self._reference.name,
@@ -282,7 +288,7 @@ class Learner:
             }
             model = self._reference.kept or self._policy if self.options.pretrain is None else None
             tokenizer = self.tokenizer if self._own_tokenizer else None
-            saving.write(Path(folder).expanduser(), self._optimizer, state, model, tokenizer)
+            write_state(Path(folder).expanduser(), self._optimizer, state, model, tokenizer)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Learner":
@@ -291,8 +297,8 @@ class Learner:
         >>> learner = trimtab.Learner.load("my-learner")
         """
         folder = Path(folder).expanduser()
-        state = saving.read_state(folder)
-        model, tokenizer, options = saving.read_given(folder, state)
+        state = read_state(folder)
+        model, tokenizer, options = read_model(folder, state)
         built = build(model, tokenizer, options_of(model, options.pop("bf16"), options))
         if isinstance(model, str) and built.loaded.weights != state["weights"]:
             raise UserError(f"load: {model} has other weights than when the Learner was made from it")
@@ -300,7 +306,7 @@ class Learner:
         learner._begin(built, state["reference"], own_tokenizer=tokenizer is not None)
         learner.name, learner.learning_rate = state["name"], state["learning_rate"]
         learner._reference.before_update()
-        saving.restore(folder, built.optimizer)
+        restore_optimizer(folder, built.optimizer)
         learner.version, learner._draws = state["counters"]["step"], state["counters"]["draws"]
         learner._gathered = Gathered(**state["gathered"])
         learner._stream.restore(state["random"])
@@ -324,7 +330,7 @@ class Learner:
         go on after an `optim_step` with the new weights. `port`: 0 is any that is free; `token`: what requests must
         bring as their API key.
         """
-        from trimtab.api.served import serving
+        from trimtab.api.learner_server import serving
 
         if self.tokenizer is None:
             raise UserError("serve needs a tokenizer: give the Learner one")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from trimtab.cli.run import run_job
+from trimtab.cli.main import run_job
 from trimtab.config.jobs import AttackOptions
 
 

@@ -7,8 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from trimtab.cli.command_parser import CommandParser
-from trimtab.cli.run import guarded
+from trimtab.cli.main import CommandParser, guarded
 from trimtab.config.option import Limits
 from trimtab.errors import UserError
 

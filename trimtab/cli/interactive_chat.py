@@ -1,20 +1,17 @@
 """A conversation with a model: `trimtab chat`, or `python -m trimtab.cli.interactive_chat`.
 
 At a terminal or from a pipe, a line a turn. /clear begins a new conversation, /quit or the end of the input leaves, and
-/help says so.
-Ctrl-C stops the answer that is being written, not the program.
+/help says so. Ctrl-C stops the answer that is being written, not the program.
 """
 
-import contextlib
 import sys
 from collections.abc import Sequence
 
-from trimtab.cli.run import run_job
+from trimtab.cli.main import enable_line_editing, read_line, run_job
 from trimtab.config.jobs import ChatOptions
 from trimtab.errors import UserError
-from trimtab.running.speaking import say
+from trimtab.job import say
 
-PROMPT = "> "
 HELP = "/clear begins anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer; everything else is said to the model"
 
 
@@ -26,14 +23,13 @@ def talk(options: ChatOptions) -> None:
     from trimtab.evaluate.conversation import Conversation
 
     conversation = Conversation(options)
-    at_a_terminal = sys.stdin.isatty()
-    if at_a_terminal:
-        _enable_line_editing()
+    if sys.stdin.isatty():
+        enable_line_editing()
         form = "its chat template" if conversation.as_chat else "--input_template"
         say(f"{options.pretrain}, with {form}. {HELP}.")
     while True:
         try:
-            words = input(PROMPT if at_a_terminal else "").strip()
+            words = read_line()
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -58,11 +54,6 @@ def _answer(conversation, words: str) -> None:
     print(flush=True)
     if finish == "length":
         say(f"trimtab chat: the answer ends here, at {conversation.most_tokens} tokens; /clear begins anew")
-
-
-def _enable_line_editing() -> None:
-    with contextlib.suppress(ImportError):  # not on every system
-        import readline  # noqa: F401 (input() then has a history and arrow keys)
 
 
 if __name__ == "__main__":

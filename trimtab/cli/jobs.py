@@ -4,12 +4,10 @@
 import dataclasses
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trimtab.cli.command_parser import CommandParser
-from trimtab.cli.run import guarded
+from trimtab.cli.main import CommandParser, command_main
 from trimtab.config.job_file import Command, Job, Machines, read_command, shell_file, slurm_file, spread
 from trimtab.config.jobs import JOBS
 from trimtab.config.option import Limits
@@ -19,10 +17,6 @@ from trimtab.config.training_options import CallOptions
 from trimtab.errors import UserError
 
 WRITTEN = ("save_path", "ckpt_path", "output_path")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return guarded("trimtab jobs", lambda: jobs(list(sys.argv[1:] if argv is None else argv)))
 
 
 def jobs(argv: list[str]) -> None:
@@ -177,6 +171,8 @@ def _executable(path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(0o755)
 
+
+main = command_main("jobs", jobs)
 
 if __name__ == "__main__":
     raise SystemExit(main())

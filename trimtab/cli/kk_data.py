@@ -1,16 +1,10 @@
 """`trimtab kk-data ROWS FILE.jsonl`: knights-and-knaves puzzles as prompts and solutions to train on."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trimtab.cli.command_parser import CommandParser
-from trimtab.cli.run import guarded
+from trimtab.cli.main import CommandParser, command_main
 from trimtab.errors import UserError
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return guarded("trimtab kk-data", lambda: kk_data(sys.argv[1:] if argv is None else argv))
 
 
 def kk_data(argv: Sequence[str]) -> None:
@@ -36,6 +30,8 @@ def kk_data(argv: Sequence[str]) -> None:
     count = convert(options.rows, path, split=options.split, max_samples=options.max_samples)
     print(f"{count:,} puzzles in {path}")
 
+
+main = command_main("kk-data", kk_data)
 
 if __name__ == "__main__":
     raise SystemExit(main())

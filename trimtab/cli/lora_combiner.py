@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from trimtab.cli.run import run_job
+from trimtab.cli.main import run_job
 from trimtab.config.jobs import LoraCombineOptions
 
 

@@ -1,13 +1,31 @@
-"""`trimtab VERB ...`: finds the module of the verb and hands it the rest."""
+"""`trimtab VERB ...`: the table of verbs, and what the modules of the verbs share.
 
+A verb's module has `main(argv)`, which returns the exit code; it is imported when the verb is used. Verbs of jobs go
+through `run_job`: parse, check, then dry run or start. Mistakes become one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
 
 import trimtab
-from trimtab.cli.run import guarded
 from trimtab.config.aliases import VERBS as VERBS_OF_OTHERS
+from trimtab.config.jobs import JOBS
+from trimtab.config.option import Options
+from trimtab.config.parser import parse, take_negative_numbers
+from trimtab.config.repulse_aliases import in_words_of_tail, is_repulse
+from trimtab.config.resolved_config import redact, secrets_of, to_yaml
+from trimtab.config.training_options import CallOptions
+from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.job import installation_error, prepared, rehearse_job, say, start_job, trusting_code
+from trimtab.output import steady_output
 
 VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("trimtab.cli.quickstart", "train a tiny model on this machine and look at what it learnt"),
@@ -71,6 +89,128 @@ def _unknown(verb: str) -> str:
     close = difflib.get_close_matches(verb.removeprefix("train_"), VERBS, n=1, cutoff=0.5)
     hint = f"did you mean trimtab {close[0]}?" if close else f"the verbs are {', '.join(VERBS)}"
     return f"unknown verb {verb!r}; {hint}"
+
+
+# ---- verbs with a few arguments
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse, except that a mistake is a UserError of one line instead of a usage text."""
+
+    def __init__(self, program: str, description: str):
+        super().__init__(
+            prog=program,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        take_negative_numbers(self)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def command_main(verb: str, command: Callable[[list[str]], int | None]) -> Callable[..., int]:
+    """The `main` of a verb that parses its words itself."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return guarded(f"trimtab {verb}", lambda: command(list(sys.argv[1:] if argv is None else argv)))
+
+    return main
+
+
+def read_line() -> str:
+    """The next line of standard input, with a prompt at a terminal."""
+    return input("> " if sys.stdin.isatty() else "").strip()
+
+
+def enable_line_editing() -> None:
+    with contextlib.suppress(ImportError):  # not on every system
+        import readline  # noqa: F401 (input() then has a history and arrow keys)
+
+
+# ---- verbs of jobs
+
+Job = TypeVar("Job", bound=CallOptions)
+
+
+def job_main(verb: str, translate: Callable[[Sequence[str]], Sequence[str]] = list) -> Callable[..., int]:
+    """The `main` of a job that trains or generates; `translate` makes its words of those that were typed.
+
+    RePULSe's documents start all their methods as train_ppo: such a command is one of `trimtab tail`.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        words = translate(sys.argv[1:] if argv is None else argv)
+        with steady_output():
+            if verb == "ppo" and is_repulse(words):
+                return guarded("trimtab tail", lambda: run("tail", in_words_of_tail(words)))
+            return run(verb, words)
+
+    def run(verb: str, words: Sequence[str]) -> int:
+        return run_job(JOBS[verb], words, lambda options: start_job(options, words), rehearse_job)
+
+    return main
+
+
+def run_job(
+    job_class: type[Job],
+    argv: Sequence[str] | None,
+    start: Callable[[Job], int | None],
+    rehearse: Callable[[Job], list[str]] | None = None,
+) -> int:
+    """Run one job and return its exit code.
+
+    `start` and `rehearse` get checked options and import heavy libraries themselves. In a dry run, standard output is a
+    config that `--config` reads; the lines of `rehearse` follow it as comments.
+    """
+    options: Job | None = None
+
+    def run() -> int | None:
+        nonlocal options
+        try:
+            options = parse(job_class, sys.argv[1:] if argv is None else argv)
+        except SystemExit as leaving:  # --help
+            return int(leaving.code or 0)
+        # Loggers copy the command line of the process, however it got here.
+        sys.argv[1:] = [redact(word, options) for word in sys.argv[1:]]
+        options = prepared(options)
+        with trusting_code(options):
+            if not options.dry_run:
+                return start(options)
+            print(to_yaml(options), end="", flush=True)
+            for line in rehearse(options) if rehearse else []:
+                print(redact(f"# {line}", options))
+        return 0
+
+    return guarded(f"trimtab {job_class.verb}", run, lambda: options)
+
+
+def guarded(name: str, action: Callable[[], int | None], options: Callable[[], Options | None] = lambda: None) -> int:
+    """The exit code of a command: its own, or that of the error that ended it, which is printed as one line.
+
+    `options`: the command's, once they are parsed; their keys are never printed.
+    """
+    try:
+        return action() or 0
+    except Exception as error:
+        told = installation_error(error)
+        if isinstance(told, UserError):
+            say(f"{name}: error: {' '.join(str(told).splitlines())}", options())
+            return 2
+        if isinstance(told, RunFailed):
+            say(f"{name}: failed: {' '.join(str(told).splitlines())}", options())
+            return 1
+        if isinstance(told, Interrupted):
+            say(f"{name}: {told}", options())
+            return told.exit_code
+        if not secrets_of(options()):
+            raise
+        say("".join(traceback.format_exception(error)).rstrip(), options())
+        return 1
+    except KeyboardInterrupt:
+        say(f"{name}: interrupted", options())
+        return 130
 
 
 if __name__ == "__main__":

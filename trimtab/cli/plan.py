@@ -4,14 +4,11 @@
 import argparse
 import dataclasses
 import math
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.cli.command_parser import CommandParser
-from trimtab.cli.run import guarded
+from trimtab.cli.main import CommandParser, command_main
 from trimtab.config.jobs import TRAINED, SupervisedOptions
 from trimtab.config.option import Limits
 from trimtab.config.parser import parse
@@ -22,10 +19,6 @@ from trimtab.errors import UserError
 
 Planned = SupervisedOptions | RLOptions
 _MODELS = ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "teacher_model")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return guarded("trimtab plan", lambda: plan(list(sys.argv[1:] if argv is None else argv)))
 
 
 def plan(argv: list[str]) -> None:
@@ -103,6 +96,8 @@ def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustere
         told = lines(made, typed.pretrain)
     print("\n".join(told))
 
+
+main = command_main("plan", plan)
 
 if __name__ == "__main__":
     raise SystemExit(main())

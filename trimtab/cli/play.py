@@ -1,37 +1,38 @@
 """An environment, played by a person or a model: `trimtab play ENV [--model MODEL] [option ...]`.
 
-ENV is a file (FILE.py or FILE.py:NAME) or a name such as trimtab:guess. Everything is shown as training sees it: who
-said what, which tokens were drawn and which were only read, what each turn was worth.
+ENV is a file (FILE.py or FILE.py:NAME) or a name such as trimtab:guess. Everything is shown as training sees it: the
+messages, which tokens the model drew and which it only read, and the reward of each turn.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from trimtab.cli.run import run_job
+from trimtab.cli.main import enable_line_editing, read_line, run_job
 from trimtab.config.data_options import SOURCES
 from trimtab.config.jobs import PlayOptions
 from trimtab.errors import RunFailed, UserError
-from trimtab.running.speaking import say
+from trimtab.job import say
 
 if TYPE_CHECKING:
-    from trimtab.cli.play_view import View
-    from trimtab.envs.types import Task
-    from trimtab.evaluate.playing import Playing
+    from rich.table import Table
 
-PROMPT = "> "
+    from trimtab.envs.types import Message, Task
+    from trimtab.evaluate.playing import Heard, Over, Playing
+    from trimtab.rollout.trajectory import Trajectory
+
 HELP = (
     "what you type is your turn; /NAME {JSON} or /NAME key=value ... calls a tool, /tools lists them, /quit or Ctrl-D "
     "leaves"
 )
 
 
-class Left(Exception):
-    """The person has had enough."""
+class PlayerLeft(Exception):
+    """The person ended the session."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def in_options(words: Sequence[str]) -> list[str]:
-    """The environment that stands before all options, and --model, as the options that they are."""
+    """The words with a leading environment and --model replaced by the options that they stand for."""
     words = list(words)
     if words and not words[0].startswith("-"):
         of_library = words[0].partition(":")[0] in SOURCES
@@ -48,42 +49,35 @@ def in_options(words: Sequence[str]) -> list[str]:
 
 
 def play(options: PlayOptions) -> None:
-    from trimtab.cli.play_view import View
-    from trimtab.evaluate.playing import Playing
+    from trimtab.evaluate.playing import Heard, Playing
 
-    asking = Asking()
-    playing = Playing(options, asking.ask)
-    view = View(playing, tokens=options.tokens)
-    asking.tools, asking.written = playing.info.tools, playing.written
+    person = PersonTurns()
+    playing = Playing(options, person.ask)
+    view = EpisodeView(playing, tokens=options.tokens)
+    person.tools, person.written = playing.info.tools, playing.written
     try:
         view.introduce()
         if playing.by_person and sys.stdin.isatty():
-            _enable_line_editing()
+            enable_line_editing()
             say(HELP)
         for task in playing.tasks():
-            _play_one(playing, view, task)
-    except Left:
+            view.open(task)
+            for found in playing.play(task):
+                if isinstance(found, Heard):
+                    view.show(found)
+                    continue
+                view.close(found)
+                if found.finish == "failed":
+                    where = f"environment {options.environment_source}, row {task.row}"
+                    raise RunFailed(f"{where}: {found.episode.problem}")
+    except PlayerLeft:
         pass
     finally:
         playing.close()
 
 
-def _play_one(playing: Playing, view: View, task: Task) -> None:
-    from trimtab.evaluate.playing import Heard
-
-    view.open(task)
-    for found in playing.play(task):
-        if isinstance(found, Heard):
-            view.show(found)
-        else:
-            view.close(found)
-            if found.finish == "failed":
-                where = f"environment {playing.options.environment_source}, row {task.row}"
-                raise RunFailed(f"{where}: {found.episode.problem}")
-
-
-class Asking:
-    """A person's turns, a line each."""
+class PersonTurns:
+    """A person's turns, read as one line each."""
 
     def __init__(self) -> None:
         self.tools: list[dict] = []
@@ -92,15 +86,15 @@ class Asking:
     def ask(self) -> str:
         while True:
             try:
-                words = input(PROMPT if sys.stdin.isatty() else "").strip()
+                words = read_line()
             except EOFError:
-                raise Left from None
+                raise PlayerLeft from None
             if words == "/quit":
-                raise Left
+                raise PlayerLeft
             if words == "/help":
                 say(HELP)
             elif words == "/tools":
-                say("\n".join(_described(tool) for tool in self.tools) or "it has none")
+                say("\n".join(map(_described, self.tools)) or "it has none")
             elif words.startswith("/"):
                 try:
                     return self.written(*tool_call(words[1:], self.tools))
@@ -117,18 +111,16 @@ def tool_call(words: str, tools: Sequence[dict]) -> tuple[str, dict]:
     types = functions[0]["parameters"]["properties"] if functions else {}
     if rest.lstrip().startswith("{"):
         try:
-            arguments = json.loads(rest)
+            return name, json.loads(rest)
         except ValueError as error:
             raise UserError(f"/{name}: what follows is no JSON ({error})") from None
-    else:
-        pairs = [word.partition("=") for word in rest.split()]
-        if not all(equals for _, equals, _ in pairs):
-            raise UserError(f"/{name}: write its arguments as key=value, or as JSON in braces")
-        arguments = {key: _value(text, types.get(key, {}).get("type")) for key, _, text in pairs}
-    return name, arguments
+    pairs = [word.partition("=") for word in rest.split()]
+    if not all(equals for _, equals, _ in pairs):
+        raise UserError(f"/{name}: write its arguments as key=value, or as JSON in braces")
+    return name, {key: _value(text, types.get(key, {}).get("type")) for key, _, text in pairs}
 
 
-def _value(text: str, kind: object):
+def _value(text: str, kind: object) -> Any:
     if kind == "string":
         return text
     try:
@@ -143,9 +135,119 @@ def _described(tool: dict) -> str:
     return f"/{function['name']} ({names}): {function.get('description', '')}"
 
 
-def _enable_line_editing() -> None:
-    with contextlib.suppress(ImportError):  # not on every system
-        import readline  # noqa: F401 (input() then has a history and arrow keys)
+# ---- how an episode looks in a terminal
+
+ENDS = {
+    "stop": "over",
+    "length": "over with a turn that was cut at --max_new_tokens",
+    "truncated": "cut off by the environment",
+    "turns": "no turns left (--max_turns)",
+    "context": "no room left (--episode_max_len)",
+    "failed": "the environment failed",
+}
+HIDDEN = {"turns", "episode_length", "branches", "seconds_environment"}
+"""Figures that are shown in other words, or that the machine adds."""
+DRAWN, READ = "bold green", "dim"
+
+
+class EpisodeView:
+    """Turns with their figures, and the tokens, marked where they carry loss."""
+
+    def __init__(self, playing: Playing, *, tokens: bool):
+        from rich.console import Console
+
+        self.playing, self.every_token = playing, tokens
+        self.with_tokens = bool(playing.options.pretrain)
+        self.console = Console(highlight=False)
+        self.player = "you" if playing.by_person else "model"
+
+    def introduce(self) -> None:
+        about = self.playing.info
+        names = ", ".join(tool["function"]["name"] for tool in about.tools)
+        player = "you play" if self.playing.by_person else f"{self.playing.options.pretrain} plays"
+        tools = f", with tools: {names}" if names else ""
+        self._line((about.name, "bold"), f" ({about.shape}){tools}; {player}")
+
+    def open(self, task: Task) -> None:
+        self._line("")
+        label = "" if task.label is None or self.playing.by_person else f", label {task.label}"
+        self._line((f"row {task.row}, seed {task.seed}{label}", READ))
+
+    def show(self, heard: Heard) -> None:
+        said = heard.said
+        facts = []
+        if heard.ids and self.with_tokens:
+            facts.append(f"{_counted(len(heard.ids), 'token')} {'drawn' if said.drawn else 'read'}")
+        if said.seconds >= 0.1 and not (said.drawn and self.playing.by_person):
+            facts.append(f"{said.seconds:.1f} s")
+        if said.finish == "length":
+            facts.append("cut at its limit")
+        role = self.player if said.drawn else str(said.messages[0]["role"]) if said.messages else "world"
+        self._line(
+            (f"{role:>9}  ", DRAWN if said.drawn else READ),
+            (said.text if said.drawn else words_of(said.messages)) or "(nothing)",
+            (f"  {said.reward:+g}" if said.drawn and said.reward else "", "bold"),
+            (f"  {', '.join(facts)}" if facts else "", READ),
+        )
+
+    def close(self, over: Over) -> None:
+        episode, sequences = over.episode, over.sequences
+        whole, drawn = (sum(map(len, found)) for found in zip(*((s.whole_ids, s.log_probs) for s in sequences)))
+        facts = [_counted(len(episode.turns), "turn")]
+        facts += [f"{_counted(whole, 'token')}, of which {drawn} carry loss"] if self.with_tokens else []
+        facts += [_counted(len(sequences), "sequence")] if len(sequences) > 1 else []
+        facts += [f"begun {episode.begun} times"] if episode.begun > 1 else []
+        facts += [f"{name} {value:g}" for name, value in episode.logs.items() if value and name not in HIDDEN]
+        worth = "no reward" if over.finish == "failed" else f"reward {episode.reward:g}"
+        self._line(
+            (f"{ENDS.get(over.finish, over.finish)}: {worth}", "bold"),
+            f" ({episode.last_reward:+g} for the whole)" if episode.last_reward else "",
+            (f"  {', '.join(facts)}", READ),
+        )
+        for sequence in sequences if self.with_tokens else ():
+            self._line(*self.strip(sequence))
+            if self.every_token:
+                self.console.print(self.table(sequence))
+
+    def strip(self, sequence: Trajectory) -> Iterator[str | tuple[str, str]]:
+        """The whole context of the model; the tokens that it drew, which carry loss, in brackets and separated."""
+        decode = self.playing.tokenizer.decode
+        yield "  "
+        for drawn, run in itertools.groupby(_masked(sequence), key=lambda token: token[0]):
+            ids = [token for _, token in run]
+            shown = f"[{'|'.join(decode([token]) for token in ids)}]" if drawn else decode(ids)
+            yield shown.replace("\n", "⏎"), DRAWN if drawn else READ
+
+    def table(self, sequence: Trajectory) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("place", "id", "token", "drawn", "log-prob", box=None, padding=(0, 2, 0, 0), header_style="bold")
+        log_probs = iter(sequence.log_probs)
+        for place, (drawn, token) in enumerate(_masked(sequence)):
+            piece = self.playing.tokenizer.decode([token]).replace("\n", "⏎")
+            cells = (str(place), str(token), piece, *(("yes", f"{next(log_probs):.4f}") if drawn else ("", "")))
+            table.add_row(*(Text(cell, DRAWN if drawn else READ) for cell in cells))
+        return table
+
+    def _line(self, *parts: str | tuple[str, str]) -> None:
+        from rich.text import Text
+
+        self.console.print(Text.assemble(*parts), soft_wrap=True)
+
+
+def _masked(sequence: Trajectory) -> Iterator[tuple[bool, int]]:
+    """Every token, prompt and all, and whether the model drew it."""
+    return zip([False] * len(sequence.prompt_ids) + sequence.mask.tolist(), sequence.whole_ids)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def words_of(messages: Sequence[Message]) -> str:
+    contents = [message.get("content") for message in messages]
+    return "\n".join(content if isinstance(content, str) else str(content) for content in contents if content)
 
 
 if __name__ == "__main__":

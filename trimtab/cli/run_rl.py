@@ -1,16 +1,8 @@
-"""The module name under which PaddleNLP's documents start RL: `python -m trimtab.cli.run_rl FILE [option ...]` is
-`trimtab rl --config FILE [option ...]`."""
+"""`trimtab rl --config FILE` under the name that PaddleNLP's documents give it: `python -m trimtab.cli.run_rl FILE`."""
 
-import sys
-from collections.abc import Sequence
-
-from trimtab.cli import train_rl
+from trimtab.cli.main import job_main
 from trimtab.config.paddlenlp_aliases import with_config
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return train_rl.main(with_config(sys.argv[1:] if argv is None else argv))
-
-
+main = job_main("rl", with_config)
 if __name__ == "__main__":
     raise SystemExit(main())

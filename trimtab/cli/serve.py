@@ -5,10 +5,10 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from trimtab.cli.run import run_job
+from trimtab.cli.main import run_job
 from trimtab.config.inference_options import NO_TOKEN
 from trimtab.config.jobs import ServeOptions
-from trimtab.running.speaking import say
+from trimtab.job import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from trimtab.cli.run import run_job
+from trimtab.cli.main import run_job
 from trimtab.config.inference_options import NO_TOKEN
 from trimtab.config.jobs import ServeRMOptions
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trimtab.cli.lesson import Answers, Lesson, lesson_main
-from trimtab.cli.quickstart import learn_from_rewards, learn_to_imitate
+from trimtab.cli.quickstart import Answers, Lesson, learn_from_rewards, learn_to_imitate, lesson_main
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,8 +1,8 @@
 """GRPO with DAPO's settings: `trimtab dapo`, or `python -m trimtab.cli.train_dapo`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("dapo")
+main = job_main("dapo")
 
 if __name__ == "__main__":
     raise SystemExit(main())

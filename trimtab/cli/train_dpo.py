@@ -1,8 +1,8 @@
 """Preference optimisation (DPO, IPO, cDPO, ORPO, SimPO): `trimtab dpo`, or `python -m trimtab.cli.train_dpo`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("dpo")
+main = job_main("dpo")
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,8 @@
 """Group relative policy optimisation: `trimtab grpo`, or `python -m trimtab.cli.train_grpo`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("grpo")
+main = job_main("grpo")
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,8 @@
 """Distillation: `trimtab kd`, or `python -m trimtab.cli.train_kd`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("kd")
+main = job_main("kd")
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,8 @@
 """Kahneman-Tversky optimisation: `trimtab kto`, or `python -m trimtab.cli.train_kto`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("kto")
+main = job_main("kto")
 
 if __name__ == "__main__":
     raise SystemExit(main())

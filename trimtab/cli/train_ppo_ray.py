@@ -1,16 +1,8 @@
-"""The module name under which OpenRLHF's documents start RL of every kind: `python -m trimtab.cli.train_ppo_ray` is
-`trimtab ppo --ray`."""
+"""`trimtab ppo --ray` under the name that OpenRLHF's documents give RL of every kind."""
 
-import sys
-from collections.abc import Sequence
+from trimtab.cli.main import job_main
 
-from trimtab.cli import train_ppo
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    # First, so that --ray False still means what it says.
-    return train_ppo.main(["--ray", "True", *(sys.argv[1:] if argv is None else argv)])
-
+main = job_main("ppo", lambda words: ["--ray", "True", *words])  # first, so that --ray False keeps its meaning
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,8 @@
 """Process reward models: `trimtab prm`, or `python -m trimtab.cli.train_prm`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("prm")
+main = job_main("prm")
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,8 @@
 """REINFORCE++: `trimtab reinforce`, or `python -m trimtab.cli.train_reinforce`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("reinforce")
+main = job_main("reinforce")
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,8 +1,8 @@
 """REINFORCE leave-one-out: `trimtab rloo`, or `python -m trimtab.cli.train_rloo`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("rloo")
+main = job_main("rloo")
 
 if __name__ == "__main__":
     raise SystemExit(main())

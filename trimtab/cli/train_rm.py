@@ -1,8 +1,8 @@
 """Reward models: `trimtab rm`, or `python -m trimtab.cli.train_rm`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("rm")
+main = job_main("rm")
 
 if __name__ == "__main__":
     raise SystemExit(main())

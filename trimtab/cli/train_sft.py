@@ -1,8 +1,8 @@
 """Supervised fine-tuning: `trimtab sft`, or `python -m trimtab.cli.train_sft`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("sft")
+main = job_main("sft")
 
 if __name__ == "__main__":
     raise SystemExit(main())

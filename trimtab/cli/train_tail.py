@@ -1,8 +1,8 @@
 """Rare bad answers made rarer: `trimtab tail`, or `python -m trimtab.cli.train_tail`."""
 
-from trimtab.cli.training import main_of
+from trimtab.cli.main import job_main
 
-main = main_of("tail")
+main = job_main("tail")
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from trimtab.cli.command_parser import CommandParser
-from trimtab.cli.run import guarded
+from trimtab.cli.main import CommandParser, guarded
 from trimtab.errors import UserError
 
 

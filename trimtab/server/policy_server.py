@@ -1,6 +1,6 @@
 """The policy server: its parts put together, and `trimtab serve`, which serves a model until SIGTERM.
 
-`PolicyServer` runs in the main thread, or in a thread of a process that trains (agents.py, api/served.py).
+`PolicyServer` runs in the main thread, or in a thread of a process that trains (agents.py, api/learner_server.py).
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A call from Python as a run: what was given becomes options, which are checked and started as a command's are."""
+"""A call from Python as a run: its options are checked and started as those of a command are."""
 
 import dataclasses
 import itertools
@@ -10,19 +10,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trimtab.api.arguments import Arguments, as_arguments
-from trimtab.api.given import FOLDER, Given
+from trimtab.api.arguments import FOLDER, Arguments, Given, as_arguments
 from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.config.parser import parse_values
 from trimtab.config.resolved_config import redact
 from trimtab.config.training_options import CallOptions
 from trimtab.errors import Error, Interrupted, RunFailed, UserError, error_chain
 from trimtab.files import LOCK, locked, new_temporary_folder, remove, writing
-from trimtab.running.faults import in_our_words
-from trimtab.running.preparing import launches_others, on_a_cluster, prepared, trusting_code
+from trimtab.job import installation_error, launches_others, on_a_cluster, prepared, trusting_code
 
 if TYPE_CHECKING:
     from trimtab.api.types import Listener
+
 
 RUNS = Path("runs")
 KILLED = re.compile(r"process \d+ was ended by signal")  # what the launcher says, and then where to go on
@@ -61,18 +60,18 @@ def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = 
 
 
 def _rehearse(options: TrainedOptions, given: Given) -> None:
-    from trimtab.running.training import rehearse_training
+    from trimtab.job import rehearse_job
 
     home = new_temporary_folder("trimtab-dry-run")
     try:
-        for line in rehearse_training(with_paths(options, given.move_in(str(home)))):
+        for line in rehearse_job(with_paths(options, given.move_in(str(home)))):
             print(redact(line, options))
     finally:
         remove(home)
 
 
 def _start(options: TrainedOptions, values: Mapping[str, Any], given: Given) -> None:
-    from trimtab.running.training import start_training
+    from trimtab.job import start_job
     from trimtab.train.run_directory import set_aside_finished_run
 
     if given:
@@ -86,7 +85,7 @@ def _start(options: TrainedOptions, values: Mapping[str, Any], given: Given) -> 
         settled = given.move_in(options.save_path)
     words, hearing = in_words(values, settled), Hearing(options.verb)
     try:
-        hearing.check(start_training(with_paths(options, settled), f"trimtab.cli.train_{options.verb}", words, hearing))
+        hearing.check(start_job(with_paths(options, settled), words, hearing))
     except (Interrupted, RunFailed) as ended:
         go_on = f"trimtab.open({options.save_path!r}).resume() goes on"
         ended.args = (str(ended).replace(f"add {LOAD} to go on", go_on),)
@@ -144,7 +143,7 @@ def without_keys(options: CallOptions) -> Iterator[None]:
         raise
 
 
-class in_one_class:
+class call_errors:
     """Inside, a fault of the installation is told in our words. Whatever ends a call on purpose leaves without a trace
     of where we noticed it, with what a function of the caller's raised, if that was the cause, and in the words of the
     call: options are its arguments (`names`: those that are called otherwise)."""
@@ -158,7 +157,7 @@ class in_one_class:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if not isinstance(error, Exception):
             return
-        told = in_our_words(error)
+        told = installation_error(error)
         if isinstance(told, Error):
             told.args = (as_arguments(str(told), self.job_class, self.names),)
             raise told.with_traceback(None) from _raised_by_the_caller(told)

@@ -1,4 +1,4 @@
-"""A Learner's policy behind HTTP, on the weights as they are: requests that meet an update wait, and go on after it."""
+"""A Learner's policy behind HTTP, with its current weights: requests wait during an update and go on after it."""
 
 import contextlib
 import logging
@@ -6,11 +6,52 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from trimtab.api.turns import Turns
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.sampling import SamplingParams
+
+
+class Turns:
+    def __init__(self) -> None:
+        self._calls = threading.RLock()
+        self._state = threading.Condition()
+        self._wanted = 0
+        self._serving = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a call waits, or is at work: the server is to set down what it does."""
+        return self._wanted > 0
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Inside, the model is this call's alone. A call may make another."""
+        with self._state:
+            self._wanted += 1
+        try:
+            with self._calls:
+                with self._state:
+                    self._state.wait_for(lambda: not self._serving)
+                yield
+        finally:
+            with self._state:
+                self._wanted -= 1
+                self._state.notify_all()
+
+    @contextlib.contextmanager
+    def serve(self) -> Iterator[None]:
+        """Inside, the model is the server's, who looks at `wanted`; calls go first."""
+        with self._state:
+            self._state.wait_for(lambda: not self._wanted and not self._serving)
+            self._serving = True
+        try:
+            yield
+        finally:
+            with self._state:
+                self._serving = False
+                self._state.notify_all()
+
 
 LOOK_EVERY = 0.2  # seconds
 

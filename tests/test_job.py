@@ -4,10 +4,13 @@ import sys
 
 import pytest
 
+from trimtab import job
+from trimtab.api.call import Hearing
 from trimtab.config.jobs import SFTOptions
-from trimtab.errors import UserError
+from trimtab.distributed.supervision import LAUNCHER_SOCKET
+from trimtab.errors import RunFailed, UserError
 from trimtab.files import locked
-from trimtab.running.preparing import prepared
+from trimtab.job import prepared
 
 
 def test_options_that_were_made_in_python_are_settled_and_checked(capsys):
@@ -59,12 +62,12 @@ def test_folders_without_a_model_and_files_without_rows_are_refused_before_torch
 
 def test_a_switch_that_does_nothing_on_a_cpu_is_said_to(monkeypatch, capsys):
     asks = SFTOptions(pretrain="owner/model", dataset="owner/data", flash_attn=True)
-    monkeypatch.setattr("trimtab.running.preparing._accelerators", lambda: 0)
+    monkeypatch.setattr("trimtab.job._accelerators", lambda: 0)
     prepared(asks)
     assert capsys.readouterr().err == (
         "trimtab sft: warning: --flash_attn has no effect on a CPU: attention is torch's own there\n"
     )
-    monkeypatch.setattr("trimtab.running.preparing._accelerators", lambda: 1)
+    monkeypatch.setattr("trimtab.job._accelerators", lambda: 1)
     prepared(asks)
     assert capsys.readouterr().err == ""
 
@@ -88,3 +91,49 @@ def test_a_folder_in_use_is_refused_before_torch_is_imported(tmp_path, monkeypat
     assert done.returncode == 2 and done.stdout == "False\n"
     told = f"--{flag} a: another run is at work there (process {os.getpid()} on"
     assert done.stderr.count("\n") == 1 and told in done.stderr
+
+
+# ---- a run that fails
+
+
+def failing(monkeypatch, message: str) -> None:
+    def train_supervised(options):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(job, "job_function", lambda options: train_supervised)
+    monkeypatch.setattr(job, "watch", lambda seconds: None)
+
+
+@pytest.mark.parametrize("size, kind", [("2", RunFailed), ("1", RuntimeError)])
+def test_a_broken_connection_of_several_processes_is_told_in_a_line(monkeypatch, tmp_path, size, kind):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.delenv(LAUNCHER_SOCKET, raising=False)
+    failing(monkeypatch, "[pair.cc:537] Read error [127.0.0.1]: Connection reset by peer. Check the remote worker.")
+    options = SFTOptions(pretrain="model", dataset="data", save_path=str(tmp_path))
+    with pytest.raises(kind) as raised:
+        job.start_job(options, [])
+    if size == "2":
+        assert str(raised.value) == (
+            "another process of this run has ended, and its own output says why ([pair.cc:537] Read error [127.0.0.1]: "
+            "Connection reset by peer); this run has no checkpoint to go on from"
+        )
+
+
+def test_python_raises_what_the_launcher_says_of_a_killed_process():
+    hearing = Hearing("grpo")
+    hearing("trimtab grpo: failed: lost its connection to another process of this run", True)
+    hearing("process 1 was ended by signal 9 (SIGKILL)", True)
+    hearing("the last checkpoint is here", True)
+    with pytest.raises(RunFailed, match=r"^process 1 was ended by signal 9 \(SIGKILL\); the last checkpoint is here$"):
+        hearing.check(137)
+
+
+def test_a_mistake_is_raised_though_another_process_tells_later_that_it_lost_its_connection():
+    hearing = Hearing("sft")
+    hearing("process 1 ended with exit code 2:", True)
+    hearing("  trimtab sft: error: no column 'nothing'", True)
+    hearing("trimtab sft: failed: lost its connection to another process of this run (closed by peer)", True)
+    with pytest.raises(UserError, match="no column 'nothing'"):
+        hearing.check(2)
+    with pytest.raises(RunFailed, match="lost its connection"):
+        hearing.check(1)

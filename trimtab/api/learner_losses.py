@@ -5,7 +5,7 @@ figures beside it are sums too, so that how samples are cut into passes changes 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,13 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.algos.group_rewards import answer_sums, token_scale
+from trimtab.algos.advantages import whiten
+from trimtab.algos.group_rewards import SHAPED_BY, answer_sums, for_answers, token_scale
 from trimtab.algos.policy_losses import clipped_surrogate, kl_estimate, policy_objective, reinforce_loss
 from trimtab.algos.preference_losses import dpo_loss
 from trimtab.algos.supervised_losses import sft_loss_sum
-from trimtab.api.samples import Sample
-from trimtab.api.suggesting import suggested
-from trimtab.errors import UserError
+from trimtab.api.arguments import suggested
+from trimtab.api.samples import Rows, Sample
+from trimtab.config.objective_options import ESTIMATORS
+from trimtab.data.batches import TokenBatch
+from trimtab.distributed.device import Device
+from trimtab.distributed.mesh import Mesh
+from trimtab.errors import RunFailed, UserError
+from trimtab.models.packed import scoring
+from trimtab.models.policy import Policy
+from trimtab.plan.workload import TOKENS_ON_CPU, scoring_tokens
+from trimtab.train.micro_batch_limit import MicroBatchLimit, Result, memory_guard, retry_smaller, undo_step
+from trimtab.train.optimizer import Optimizer
+from trimtab.train.rl.micro_batches import cost, make_slice, micro_batches, packed
+from trimtab.train.update import LossTerm, accumulate
 
 
 @dataclass
@@ -227,3 +239,191 @@ def _checked(found: Any) -> tuple[Tensor, dict[str, Any]]:
     if not loss.requires_grad:
         raise UserError("the loss has no gradient: it must be made of inputs.log_probs_N")
     return loss.reshape(()), figures
+
+
+# ---- micro-batches
+
+COLUMNS = ("log_probs_N", "advantages_N", "weights_N", "reference_N")
+ADVICE = "gradient_checkpointing=True, lora_rank or bf16=True needs less memory"
+
+
+@dataclass
+class Gathered:
+    """What gradients were added up of since the last step."""
+
+    begun: bool = False
+    tokens: int = 0
+    answers: int = 0
+    finite: bool = True  # all losses
+
+    def divisor(self, per: str | float) -> float:
+        found = {"tokens": self.tokens, "answers": self.answers}.get(per, per) if isinstance(per, str) else per
+        if isinstance(found, str) or not is_number(found) or found <= 0:
+            raise UserError(f"per is {per!r}; give 'tokens', 'answers' or a number above 0")
+        return float(found)
+
+
+class Passes:
+    def __init__(self, policy: Policy, optimizer: Optimizer, device: Device, tokens: int | None):
+        self.policy, self.optimizer, self.device = policy, optimizer, device
+        self.tokens = tokens or (8192 if device.is_accelerator else TOKENS_ON_CPU)
+        self.limit = MicroBatchLimit()
+
+    def score(self, rows: Rows, temperature: float, model: Policy) -> list[np.ndarray]:
+        """Log-probs of the trained tokens of every sample, without gradients."""
+        budget = scoring_tokens(self.tokens) if self.device.is_accelerator else self.tokens
+        found: dict[int, np.ndarray] = {}
+
+        def attempt() -> None:
+            with memory_guard(), scoring(model):
+                for samples, batch in self._batches(rows, self._cut(rows, budget, 1)):
+                    log_probs = model(batch.to(self.device.torch), temperature=temperature).log_probs_N
+                    lengths = rows.lengths_S[torch.tensor(samples)].tolist()
+                    parts = log_probs.float().cpu().split(lengths)
+                    found.update((i, part.numpy()) for i, part in zip(samples, parts))
+
+        self._until_it_fits(attempt, rows, budget, 1)
+        return [found.get(i, np.zeros(0, dtype=np.float32)) for i in range(len(rows))]
+
+    def learn(
+        self, rows: Rows, data: Sequence[Sample], loss: Chosen, temperature: float, *, together: int, gathered: bool
+    ) -> dict[str, float]:
+        """Gradients of the loss are added to what was gathered before, if anything was; the sums of its figures."""
+
+        def attempt() -> dict[str, float]:
+            with memory_guard(undo_step(self.optimizer)):
+                cut = self._cut(rows, self.tokens, together)
+                samples = ([data[i] for i in part] for part in cut)
+                batches = (batch for _, batch in self._batches(rows, cut))
+                sums = accumulate(
+                    self.policy,
+                    Mesh(),
+                    batches,
+                    len(cut),
+                    lambda batch: self._share(batch.to(self.device.torch), next(samples), loss, temperature),
+                )
+            return {name: float(value) for name, value in sums.items()}
+
+        return self._until_it_fits(attempt, rows, self.tokens, together, begun=gathered)
+
+    def _share(self, batch: TokenBatch, samples: list[Sample], loss: Chosen, temperature: float) -> LossTerm:
+        out = self.policy(batch, temperature=temperature, entropy=loss.entropy)
+        assert out.log_probs_N is not None
+        extra = batch.extra
+        inputs = LossInputs(
+            out.log_probs_N,
+            batch.owners_N,
+            samples,
+            extra["weights_N"],
+            extra.get("log_probs_N"),
+            extra.get("advantages_N"),
+            extra.get("reference_N"),
+            out.entropy_N,
+        )
+        found, figures = loss.function(inputs)
+        plain = {name: value.detach() if isinstance(value, Tensor) else value for name, value in figures.items()}
+        return LossTerm(found, {**plain, "loss": found.detach()})
+
+    # ---- how they are cut
+
+    def _cut(self, rows: Rows, budget: int, together: int) -> list[list[int]]:
+        """The samples of every pass. Those without a trained token are in none."""
+        budget = self.limit.of_tokens(budget)
+        if together == 1:
+            drawn = rows.lengths_S.nonzero()[:, 0].tolist()
+            return micro_batches(rows, drawn, count=1, budget=budget) if drawn else []
+        pieces = [range(first, first + together) for first in range(0, len(rows), together)]
+        return packed(rows, pieces, budget)
+
+    def _batches(self, rows: Rows, passes: list[list[int]]) -> Iterator[tuple[list[int], TokenBatch]]:
+        columns = [name for name in COLUMNS if getattr(rows, name) is not None]
+        if passes:
+            yield from zip(passes, make_slice(rows, passes, *columns).batches())
+
+    def _until_it_fits(
+        self, attempt: Callable[[], Result], rows: Rows, budget: int, together: int, *, begun: bool = False
+    ) -> Result:
+        def shrink(why: str) -> None:
+            self.device.release_memory()
+            cut = self._cut(rows, budget, together)
+            sizes = [(cost(rows, samples), len(samples) // together) for samples in cut]
+            if not self.limit.halve(sizes, by_tokens=True):
+                longest = max(tokens for tokens, _ in sizes)
+                raise RunFailed(f"a pass of {longest:,} tokens does not fit into memory ({why}); {ADVICE}")
+            if begun:
+                raise RunFailed(
+                    f"a pass did not fit into memory ({why}), and what was gathered since the last optim_step is lost; "
+                    f"passes have at most {self.limit} from now on: begin the step anew"
+                )
+
+        return retry_smaller(attempt, shrink)
+
+
+# ---- advantages
+
+
+def advantages(
+    rewards: Sequence[float],
+    group: int,
+    estimator: str = "group_norm",
+    *,
+    lengths: Sequence[int] | None = None,
+    no_advantage_std_norm: bool = False,
+) -> list[float]:
+    """The advantage of every answer, from the rewards of all.
+
+    rewards    of all answers, those to one prompt beside each other
+    group      answers to each prompt
+    estimator  as --advantage_estimator: "group_norm" (GRPO), "dr_grpo", "rloo", "reinforce" (REINFORCE++) or
+               "reinforce_baseline"
+    lengths    trained tokens of each answer. One with 0 is in no group, mean or deviation, and its advantage is 0: give
+               them where an episode may end before the model draws anything. The last two estimators bring advantages
+               to mean 0 and deviation 1 over all tokens. Unset: every answer counts, and all alike
+    no_advantage_std_norm
+               the last two bring them to mean 0 only
+
+    >>> trimtab.advantages([0, 1, 1, 1], group=2, estimator="rloo")
+    [-1.0, 1.0, 0.0, 0.0]
+    """
+    if estimator not in ESTIMATORS:
+        raise UserError(f"unknown estimator {estimator!r}; {suggested(estimator, ESTIMATORS)}")
+    how = ESTIMATORS[estimator]
+    if how.critic:
+        raise UserError(
+            f"estimator {estimator!r} needs a critic, which a Learner has not; take another, or trimtab.ppo"
+        )
+    rewards_S = _numbers(rewards, "rewards")
+    if not isinstance(group, int) or group < 1 or len(rewards_S) % group:
+        raise UserError(f"group is {group!r}, and there are {len(rewards_S)} rewards; give a number that divides them")
+    if how.grouped and group < 2:
+        raise UserError(f"estimator {estimator!r} compares the answers to a prompt; group must be above 1")
+    counts_S = torch.ones(len(rewards_S), dtype=torch.int64)
+    if lengths is not None:
+        counts_S = _numbers(lengths, "lengths").long()
+        if len(counts_S) != len(rewards_S) or counts_S.min() < 0:
+            raise UserError("lengths must have a number of at least 0 for each reward")
+        if not bool(counts_S.any()):
+            raise UserError("lengths are all 0: there is nothing to learn from")
+    groups_S = torch.arange(len(rewards_S)) // group
+    shaped_S = for_answers(SHAPED_BY[how.group], groups_S, rewards_S, counted_S=counts_S > 0)
+    if not how.whitened:
+        if no_advantage_std_norm:
+            raise UserError(
+                f"no_advantage_std_norm has no effect: estimator {estimator!r} does not whiten; leave it out"
+            )
+        return shaped_S.tolist()
+    whitened_N = whiten(shaped_S.repeat_interleave(counts_S), scale=not no_advantage_std_norm)
+    return torch.where(counts_S > 0, whitened_N[counts_S.cumsum(0) - 1], 0).tolist()
+
+
+def _numbers(values: Sequence[float], name: str) -> torch.Tensor:
+    try:
+        found = torch.tensor([float(value) for value in values], dtype=torch.float32)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} must be a list of numbers") from None
+    if not len(found):
+        raise UserError(f"{name} is empty; give at least one number")
+    if not bool(found.isfinite().all()):
+        place = int((~found.isfinite()).nonzero()[0])
+        raise UserError(f"{name}[{place}] is {float(found[place])}; all must be finite")
+    return found
