@@ -29,9 +29,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trimtab.config.rl_jobs import GRPOOptions
-from trimtab.data.batches import TokenBatch
-from trimtab.data.packing import pack
-from trimtab.data.token_store import TokenStore
+from trimtab.data.batches import TokenBatch, pack
+from trimtab.data.dataset import TokenDataset
 from trimtab.distributed.launcher import InProcessGroup
 from trimtab.models.attention import PackedRow
 from trimtab.models.policy import Policy
@@ -234,7 +233,7 @@ def one_by_one(rollouts: list[Trajectory], questions: PromptBatch, size: int, to
 
 def supervised(experience: Experience, device: torch.device) -> None:
     offsets = np.concatenate([[0], experience.sequence_lengths_S.cumsum(0).numpy()])
-    store = TokenStore(experience.ids_T.numpy(), experience.drawn_T.numpy(), offsets, fingerprint="none")
+    store = TokenDataset(experience.ids_T.numpy(), experience.drawn_T.numpy(), offsets, fingerprint="none")
     for part in pack(store.lengths.tolist(), PASS_TOKENS):
         prepared(TokenBatch.of([store.example(i) for i in part]).to(device))
 

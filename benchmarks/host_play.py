@@ -30,7 +30,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trimtab.envs.environment_engine import EnvironmentEngine
 from trimtab.envs.environment_pool import EnvironmentPool, SandboxLimits
 from trimtab.envs.types import EpisodeSettings, Task
-from trimtab.evaluate.person import tokenizer_of_a_person
+from trimtab.evaluate.interactive import tokenizer_of_a_person
 from trimtab.rollout.builtin import engine as builtin_engine
 from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs
 from trimtab.rollout.builtin.model_runner import ModelRunner

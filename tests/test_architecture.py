@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAY_IMPORT = {
     "cli": {
         *("job", "config", "plan", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded"),
-        *("data.hub", "data.knights", "envs", "rollout.trajectory", "errors", "files"),
+        *("data.hub", "data.conversion", "envs", "rollout.trajectory", "errors", "files"),
         *("server", "sandbox", "output"),
     },
     # What command and function have in common.
@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "train": {
         *("data", "models", "plan", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
         *("envs", "server", "sandbox", "errors", "files"),
-        *("evaluate.bad_words", "evaluate.tail_files", "evaluate.tail_risk"),
+        *("evaluate.bad_words", "evaluate.tail_risk"),
     },
     # What memory and time a job will need: one cost model of what training does.
     "plan": {"data", "models", "rollout", "rewards", "distributed", "config", "errors"},
@@ -60,7 +60,7 @@ MAY_IMPORT = {
     },
     # Pages, the live page that is served, and the terminal view of a run.
     "report": {"evaluate", "server.http", "config", "errors", "files"},
-    "embedded": {"data.byte_tokenizer", "envs.types", "errors"},
+    "embedded": {"data.tokenizer", "envs.types", "errors"},
     "progress": set(),
     "interrupts": {"errors"},
     "output": set(),
@@ -312,7 +312,7 @@ def test_other_words_are_not_taken_for_one(word):
     [
         ("train", "models.policy", True),
         ("models", "data.batches", True),
-        ("models", "data.pairs", False),
+        ("models", "data.examples", False),
         ("data", "models.load", False),
         ("report", "train.metrics", False),
         ("algos", "algos.tail", True),

@@ -23,7 +23,6 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import trimtab.evaluate.generation
-import trimtab.evaluate.scoring
 import trimtab.report.page
 import trimtab.train.preference_tasks
 import trimtab.train.reward_tasks

@@ -188,7 +188,7 @@ def _write_samples(options: TrainedOptions) -> Path | None:
     (Path(options.save_path) / "samples.json").unlink(missing_ok=True)
     if not isinstance(options, AnswerOptions) or not options.report_samples:
         return None
-    from trimtab.evaluate.before_and_after import write_samples
+    from trimtab.evaluate.report_samples import write_samples
 
     return write_samples(options)
 

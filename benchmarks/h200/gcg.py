@@ -24,16 +24,15 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def searches_of_ours(bench: Bench, goal: str, suffix: str, wanted: str, width: int):
     from trimtab.data.tokenizer import load_tokenizer
-    from trimtab.evaluate.attack.losses import SuffixLoss
-    from trimtab.evaluate.attack.search import Search, SearchSettings, Vocabulary
-    from trimtab.evaluate.attack.targets import Prompts, Target
+    from trimtab.evaluate.gcg_attack import AttackPrompts, Target
+    from trimtab.evaluate.gcg_search import Search, SearchSettings, SuffixLoss, Vocabulary
     from trimtab.models.policy import Policy
     from trimtab.models.selfcheck import choose_path
 
     tokenizer = load_tokenizer(str(bench.model(bench.arguments.shape)))
     policy = Policy(model_of(bench))
     choose_path(policy)
-    prompts = Prompts(tokenizer)
+    prompts = AttackPrompts(tokenizer)
     loss = SuffixLoss(policy, prompts.around(Target(goal + " ", " " + wanted)))
     vocabulary = Vocabulary(tokenizer, bench.shape(bench.arguments.shape).vocab_size)
 

@@ -28,7 +28,7 @@ IMPORTED = (
     *("transformers.models.llama.modeling_llama", "trimtab.api", "trimtab.report.page"),
     *("trimtab.cli.train_tail", "trimtab.cli.train_rm", "trimtab.cli.attack"),
     *("trimtab.train.sft_tasks", "trimtab.train.reward_tasks", "trimtab.train.rl", "trimtab.train.tail"),
-    *("trimtab.evaluate.generation", "trimtab.evaluate.scoring", "trimtab.evaluate.attack.run"),
+    *("trimtab.evaluate.generation", "trimtab.evaluate.generation", "trimtab.evaluate.gcg_attack"),
 )
 
 _context = multiprocessing.get_context("fork") if "fork" in multiprocessing.get_all_start_methods() else None

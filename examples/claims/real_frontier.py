@@ -166,7 +166,7 @@ def folder_of(options: argparse.Namespace, method: str, weight: float, seed: int
 def train(options: argparse.Namespace, method: str, weight: float, seed: int) -> None:
     """One training; then every reward and KL of held-out answers, and how the proposal learnt."""
     from trimtab.cli.train_tail import main as tail
-    from trimtab.evaluate.tail_files import HELD_OUT, read_held_out
+    from trimtab.evaluate.tail_risk import HELD_OUT, read_held_out
 
     folder = folder_of(options, method, weight, seed)
     shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,7 @@ import pytest
 import trimtab
 from trimtab.api.learner import Learner
 from trimtab.embedded import guess_game
-from trimtab.embedded.environments.guess import Guess, rows
+from trimtab.embedded.guess_game import Guess, rows
 
 HERE = {"max_new_tokens": 4}
 

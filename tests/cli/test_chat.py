@@ -6,7 +6,7 @@ import itertools
 import pytest
 from transformers import AutoTokenizer
 
-from trimtab.evaluate import conversation
+from trimtab.evaluate import interactive
 from trimtab.rollout.builtin.engine import BuiltinSession
 
 GREEDY = ("--greedy_sampling", "--repetition_penalty", 1)
@@ -39,20 +39,20 @@ def asked(monkeypatch):
 @pytest.fixture
 def short(monkeypatch):
     """Answers of a few tokens, whatever the model likes."""
-    plain = conversation.sampling_of
-    monkeypatch.setattr(conversation, "sampling_of", lambda o, **k: plain(o, **k | {"max_new_tokens": 5}))
+    plain = interactive.sampling_of
+    monkeypatch.setattr(interactive, "sampling_of", lambda o, **k: plain(o, **k | {"max_new_tokens": 5}))
 
 
 @pytest.fixture
 def answers(monkeypatch):
     """What the model said in a talk that ended well."""
-    said, plain = [], conversation.Conversation._remember
+    said, plain = [], interactive.Conversation._remember
 
     def remember(talk, words, answer):
         said.append(answer)
         plain(talk, words, answer)
 
-    monkeypatch.setattr(conversation.Conversation, "_remember", remember)
+    monkeypatch.setattr(interactive.Conversation, "_remember", remember)
 
     def of(outcome):
         assert outcome.code == 0, outcome.err
@@ -109,20 +109,20 @@ def test_a_wish_for_a_reward_follows_every_turn_but_is_not_remembered(chat, answ
 
 
 def test_the_answer_is_shown_as_it_is_written(chat, answers, monkeypatch):
-    pieces, plain = [], conversation._Answer.grow
+    pieces, plain = [], interactive._Answer.grow
 
     def grow(answer, ids, **how):
         plain(answer, ids, **how)
         pieces.append(answer.text)
 
-    monkeypatch.setattr(conversation._Answer, "grow", grow)
+    monkeypatch.setattr(interactive._Answer, "grow", grow)
     told = answers(chat(*GREEDY, lines=["sort 21"]))
     assert len(set(pieces)) > 3 and told == [pieces[-1]]
     assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(pieces))
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat, answers, asked, monkeypatch):
-    calls, plain = [], conversation._Answer.grow
+    calls, plain = [], interactive._Answer.grow
 
     def grow(answer, ids, **how):
         plain(answer, ids, **how)
@@ -130,7 +130,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat, answers, asked, monke
         if len(ids) >= 9 and len(asked) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(conversation._Answer, "grow", grow)
+    monkeypatch.setattr(interactive._Answer, "grow", grow)
     told = answers(chat(*GREEDY, lines=["sort 21", "more"]))
     tokenizer = AutoTokenizer.from_pretrained("model")
     assert len(told) == 2 and len(tokenizer(told[0])["input_ids"]) <= 9

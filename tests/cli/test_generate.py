@@ -266,12 +266,12 @@ def test_two_processes_do_what_one_does(task, generate, prompts, place, judge):
 
 
 def test_stopped_scoring_goes_on(generate, place, judge, monkeypatch):
-    from trimtab.evaluate import scoring
+    from trimtab.evaluate import generation
 
-    monkeypatch.setattr(scoring, "SCORED_AT_ONCE", 4)
+    monkeypatch.setattr(generation, "ROWS_SCORED_AT_ONCE", 4)
     words = ("--eval_task", "rm", "--pretrain", judge, "--dataset", "train.jsonl", "--output_path")
     assert generate(*words, "whole.jsonl").code == 0
-    plain, seen = scoring.Scoring.sequences, []
+    plain, seen = generation.Scoring.sequences, []
 
     def interrupted(self, items):
         seen.append(items)
@@ -279,7 +279,7 @@ def test_stopped_scoring_goes_on(generate, place, judge, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return plain(self, items)
 
-    monkeypatch.setattr(scoring.Scoring, "sequences", interrupted)
+    monkeypatch.setattr(generation.Scoring, "sequences", interrupted)
     stopped = generate(*words, "part.jsonl")
     assert stopped.code == 130 and "stopped after 8 of 16 answers; the same command goes on" in stopped.err
     assert generate(*words, "part.jsonl").code == 0

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.test_jobs import MODEL, PLACES, WORDS
 from trimtab.embedded.sort_task import make_rows, prompt_of, reference_of
-from trimtab.evaluate.answers import answer
+from trimtab.evaluate.report_samples import answer
 
 WORDS = {"sft": ("--dataset", "train.jsonl"), **WORDS}
 

@@ -208,12 +208,12 @@ def test_a_report_that_fails_is_one_warning_and_not_a_failed_run(error, stub, tm
 
 
 def test_samples_that_fail_are_one_warning_and_the_report_is_written_all_the_same(stub, tmp_path, monkeypatch, capsys):
-    from trimtab.evaluate import before_and_after
+    from trimtab.evaluate import report_samples
 
     def write_samples(options):
         raise MemoryError("no room\nfor two models")
 
-    monkeypatch.setattr(before_and_after, "write_samples", write_samples)
+    monkeypatch.setattr(report_samples, "write_samples", write_samples)
     run = tmp_path / "run"
     stub("dpo", train=training(run))
     assert train_dpo.main([*GOOD, "--save_path", str(run), "--report_samples", "2"]) == 0

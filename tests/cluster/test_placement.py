@@ -10,7 +10,7 @@ from trimtab.config.rl_jobs import PPOOptions
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
-from trimtab.train.rl.checks import places_of
+from trimtab.train.rl.checks import locations_of
 from trimtab.train.rl.roles import layout_of_units, make_units_in_processes
 
 OF_EACH = " ".join(f"--{role}_num_gpus_per_node 2" for role in ("actor", "ref", "critic", "reward"))
@@ -34,7 +34,7 @@ def found_by(options: PPOOptions) -> tuple[dict[str, list[int]], list[dict]]:
 
     units = make_units_in_processes(options, 1)
     layout = layout_of_units(options, units)
-    placement = preflight(layout, places_of(options))
+    placement = preflight(layout, locations_of(options))
     launcher = RayLauncher(
         RayJob(options, make_units_in_processes, mesh_of, (), nothing, os.getcwd()),
         layout,

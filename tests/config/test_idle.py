@@ -80,7 +80,7 @@ def reads(tree: ast.AST, holders: set[str]) -> Iterator[str]:
             if isinstance(node.args[1], ast.Constant):
                 yield str(node.args[1].value)
         elif isinstance(node, ast.ClassDef) and node.name.endswith("Settings"):
-            # Copied out of the options by name (data/building.py).
+            # Copied out of the options by name (data/dataset.py).
             yield from (field.target.id for field in node.body if isinstance(field, ast.AnnAssign))
 
 
@@ -90,7 +90,7 @@ def read_by(job_class: type) -> frozenset[str]:
     if issubclass(job_class, CheckpointOptions):
         modules.append(f"trimtab.train.{job_class.trainer}")  # which the command imports by name
     elif job_class.verb == "generate":
-        modules += ["trimtab.evaluate.generation", "trimtab.evaluate.scoring"]  # likewise
+        modules += ["trimtab.evaluate.generation", "trimtab.evaluate.generation"]  # likewise
     files = {path for module in modules for path in reached(module)}
     return frozenset().union(*map(read_in, files), *map(settled_by, job_class.__mro__))
 

@@ -1,4 +1,4 @@
-from trimtab.data.byte_tokenizer import END, byte_tokenizer
+from trimtab.data.tokenizer import END, byte_tokenizer
 
 
 def test_whatever_is_written_comes_back_and_the_end_is_one_token():

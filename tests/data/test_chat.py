@@ -15,7 +15,7 @@ from tests.data.templates import (
     WORDS,
 )
 from trimtab.data import time_limit
-from trimtab.data.chat import ChatRenderer, render_pair, render_whole
+from trimtab.data.chat_template import ChatRenderer, render_pair, render_whole
 from trimtab.errors import UserError
 
 

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trimtab.data.formats import read_supervised, recognise_supervised
+from trimtab.data.formats import find_supervised_columns, read_supervised
 from trimtab.errors import UserError
 
 
@@ -11,7 +11,7 @@ def options(**changes):
 
 
 def read(row, **changes):
-    columns = recognise_supervised(list(row), options(**changes), row)
+    columns = find_supervised_columns(list(row), options(**changes), row)
     return read_supervised(row, columns, "row 1")
 
 
@@ -30,7 +30,7 @@ def test_known_layouts_are_recognised_without_key_options():
     assert (pair.prompt, pair.response) == ("q", "a")
     pair = read({"prompt": [USER], "completion": [ASSISTANT]})
     assert (pair.prompt, pair.response) == ([USER], [ASSISTANT])
-    columns = recognise_supervised(["text"], options())
+    columns = find_supervised_columns(["text"], options())
     assert columns.whole_text and columns.literal
 
 
@@ -59,7 +59,7 @@ def test_a_response_in_messages_makes_a_string_prompt_a_user_turn():
 
 
 def test_pretrain_mode_reads_the_input_column_whole():
-    columns = recognise_supervised(["input", "messages"], options(pretrain_mode=True), {"input": "t"})
+    columns = find_supervised_columns(["input", "messages"], options(pretrain_mode=True), {"input": "t"})
     assert columns.prompt == "input" and columns.whole_text
 
 
@@ -73,7 +73,7 @@ def test_pretrain_mode_reads_the_input_column_whole():
 )
 def test_a_missing_column_is_named_with_its_flag_and_the_columns_found(changes, words):
     with pytest.raises(UserError) as caught:
-        recognise_supervised(["a", "b"], options(**changes))
+        find_supervised_columns(["a", "b"], options(**changes))
     assert words in str(caught.value) and "a, b" in str(caught.value)
 
 

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 
 from trimtab.cli.main import main
-from trimtab.data.knights import prompt_of
+from trimtab.data.conversion import prompt_of
 from trimtab.embedded.knights_task import make_puzzles
 from trimtab.rewards.verifiers import knights_solution
 

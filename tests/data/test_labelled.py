@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset
 
 from tests.data.templates import CHATML
-from trimtab.data.labelled import LabelledRenderer, build_labelled_store
+from trimtab.data.examples import LabelledRenderer, build_labelled_dataset
 from trimtab.errors import UserError
 
 
@@ -18,7 +18,7 @@ def build(tokenizer, *rows, **changes):
         apply_chat_template=False,
         max_len=512,
     )
-    return build_labelled_store(Dataset.from_list(list(rows)), tokenizer, SimpleNamespace(**{**defaults, **changes}))
+    return build_labelled_dataset(Dataset.from_list(list(rows)), tokenizer, SimpleNamespace(**{**defaults, **changes}))
 
 
 KEYS = {"input_key": "q", "output_key": "a", "label_key": "score"}

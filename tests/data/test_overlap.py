@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trimtab.data.overlap import beginnings, count_shared
+from trimtab.data.dataset import beginnings, count_shared
 
 IDS = np.array([1, 2, 3, 9, 1, 2, 3, 8, 4, 4, 4], dtype=np.int32)
 

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from trimtab.data.order import SampleOrder
-from trimtab.data.packing import chunk, pack
+from trimtab.data.batches import SampleOrder, chunk, pack
 
 
 @pytest.mark.parametrize("seed", range(5))

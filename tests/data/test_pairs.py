@@ -5,10 +5,10 @@ import pytest
 from datasets import Dataset
 
 from tests.data.templates import CHATML, LLAMA3
-from trimtab.data import pairs as pairs_module
-from trimtab.data.pair_formats import answer_starts, common_length, dialogue_messages
-from trimtab.data.pairs import PairStore, build_pair_store
-from trimtab.data.token_store import TokenStore
+from trimtab.data import examples
+from trimtab.data.dataset import TokenDataset
+from trimtab.data.examples import PairDataset, build_pair_dataset
+from trimtab.data.formats import answer_starts, common_length, dialogue_messages
 from trimtab.errors import UserError
 
 
@@ -21,7 +21,7 @@ def build(tokenizer, *rows, **changes):
         apply_chat_template=False,
         max_len=512,
     )
-    return build_pair_store(Dataset.from_list(list(rows)), tokenizer, SimpleNamespace(**{**defaults, **changes}))
+    return build_pair_dataset(Dataset.from_list(list(rows)), tokenizer, SimpleNamespace(**{**defaults, **changes}))
 
 
 def decoded(store, tokenizer, index=0):
@@ -175,16 +175,16 @@ def test_margins_follow_the_pairs_that_are_kept(make_tokenizer):
 
 
 def test_the_fingerprint_covers_margins_and_what_is_shared():
-    sequences = TokenStore(np.arange(4, dtype=np.int32), np.array([0, 1, 0, 1], dtype=bool), np.array([0, 2, 4]))
+    sequences = TokenDataset(np.arange(4, dtype=np.int32), np.array([0, 1, 0, 1], dtype=bool), np.array([0, 2, 4]))
     shared = np.zeros(1, dtype=np.int32)
     stores = [
-        PairStore(sequences, shared),
-        PairStore(sequences, shared, np.zeros(1, dtype=np.float32)),
-        PairStore(sequences, shared, np.ones(1, dtype=np.float32)),
-        PairStore(sequences, shared + 1),
+        PairDataset(sequences, shared),
+        PairDataset(sequences, shared, np.zeros(1, dtype=np.float32)),
+        PairDataset(sequences, shared, np.ones(1, dtype=np.float32)),
+        PairDataset(sequences, shared + 1),
     ]
     assert len({store.fingerprint for store in stores}) == 4
-    assert PairStore(sequences, shared.copy()).fingerprint == stores[0].fingerprint
+    assert PairDataset(sequences, shared.copy()).fingerprint == stores[0].fingerprint
     with pytest.raises(IndexError):
         stores[0].pair(1)
 
@@ -193,7 +193,7 @@ def test_the_cache_answers_the_same_question_with_the_same_store(make_tokenizer,
     row = {"prompt": "q", "chosen": "yes", "rejected": "no", "margin": 0.5}
     first, report = build(make_tokenizer(), row)
     with monkeypatch.context() as broken:
-        broken.setattr(pairs_module.PairRenderer, "render", None)  # any rendering would fail
+        broken.setattr(examples.PairRenderer, "render", None)  # any rendering would fail
         again, known = build(make_tokenizer(), row)
     assert isinstance(again.shared, np.memmap) and again.fingerprint == first.fingerprint
     assert known == report

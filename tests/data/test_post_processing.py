@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from trimtab.data.post_processing import conditioned, post_process, with_reward
+from trimtab.data.conversion import conditioned, post_process, with_reward
 
 TALK = [{"role": "user", "content": "four?"}]
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from tests.data.templates import CHATML
 from trimtab.data import prompts
-from trimtab.data.prompts import PromptRenderer, PromptSettings, build_prompt_store, load_prompt_stores
+from trimtab.data.prompts import PromptRenderer, PromptSettings, build_prompt_dataset, load_prompt_datasets
 from trimtab.errors import UserError
 
 DEFAULTS = dict(
@@ -29,11 +29,11 @@ DEFAULTS = dict(
 
 def build(tokenizer, *rows, **changes):
     options = SimpleNamespace(**{**DEFAULTS, **changes})
-    return build_prompt_store(Dataset.from_list(list(rows)), tokenizer, options)
+    return build_prompt_dataset(Dataset.from_list(list(rows)), tokenizer, options)
 
 
 def load(tokenizer, prompt_data, **changes):
-    return load_prompt_stores(SimpleNamespace(**{**DEFAULTS, "prompt_data": str(prompt_data), **changes}), tokenizer)
+    return load_prompt_datasets(SimpleNamespace(**{**DEFAULTS, "prompt_data": str(prompt_data), **changes}), tokenizer)
 
 
 def write_jsonl(path, *rows):

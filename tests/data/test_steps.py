@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from trimtab.data.step_formats import reward_token_ids
-from trimtab.data.steps import StepRenderer, build_step_store
+from trimtab.data.examples import StepRenderer, build_step_dataset
+from trimtab.data.formats import reward_token_ids
 from trimtab.errors import UserError
 
 
 def build(tokenizer, *rows, **changes):
     defaults = dict(input_key="input", label_key="label", placeholder_token="#", reward_tokens=["+", "-"], max_len=512)
-    return build_step_store(Dataset.from_list(list(rows)), tokenizer, SimpleNamespace(**{**defaults, **changes}))
+    return build_step_dataset(Dataset.from_list(list(rows)), tokenizer, SimpleNamespace(**{**defaults, **changes}))
 
 
 def targets(store, index=0):

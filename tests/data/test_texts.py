@@ -4,8 +4,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from trimtab.data.texts import TOKENS_AT_ONCE, byte_table
-from trimtab.data.tokenizer import texts_of
+from trimtab.data.tokenizer import TOKENS_AT_ONCE, byte_table, texts_of
 
 
 @pytest.fixture

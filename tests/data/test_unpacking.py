@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from trimtab.data import unpacking
-from trimtab.data.places import available
+from trimtab.data.row_locations import available
 from trimtab.data.sources import load_rows
 from trimtab.errors import UserError
 

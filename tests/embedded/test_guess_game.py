@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trimtab.embedded import guess_game
-from trimtab.embedded.environments.guess import HIGHEST, OPENING, TRIES, Guess, rows
+from trimtab.embedded.guess_game import HIGHEST, OPENING, TRIES, Guess, rows
 from trimtab.envs.types import Task, Turn
 
 

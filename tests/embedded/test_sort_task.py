@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from trimtab.embedded import sort_task
 from trimtab.envs.chat_tokens import ChatAppender, MessageParser
 from trimtab.envs.tools import tool_schema
-from trimtab.evaluate.answers import answer
+from trimtab.evaluate.report_samples import answer
 
 
 @pytest.fixture(scope="module")

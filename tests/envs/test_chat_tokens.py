@@ -4,7 +4,7 @@ import pytest
 
 from tests.data.templates import CHATML, GEMMA, INLINE_TOOLS, LLAMA3, MISTRAL, QWEN3, THINKING_PROMPT, TWO_ENDS, WORDS
 from tests.envs.chat_templates import ADD, tokenizer_of
-from trimtab.data.chat import TEMPLATE_DAY
+from trimtab.data.chat_template import TEMPLATE_DAY
 from trimtab.envs.chat_tokens import ChatAppender, TextAppender, tokens_after
 from trimtab.errors import UserError
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trimtab.evaluate.before_and_after import prompt_and_answer
+from trimtab.evaluate.report_samples import prompt_and_answer
 
 
 @pytest.mark.parametrize(

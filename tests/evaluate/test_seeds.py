@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trimtab.evaluate.seeds import bootstrap_mean, t_intervals, t_quantile
+from trimtab.evaluate.tail_risk import bootstrap_mean, t_intervals, t_quantile
 
 
 # Printed tables of Student's distribution.

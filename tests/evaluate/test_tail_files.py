@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trimtab.errors import UserError
-from trimtab.evaluate.tail_files import (
+from trimtab.evaluate.tail_risk import (
     Analytic,
     HeldOut,
     read_analytic,

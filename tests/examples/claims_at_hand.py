@@ -34,7 +34,7 @@ def here(monkeypatch: pytest.MonkeyPatch, work: ModuleType) -> None:
 
 def small_model(folder: Path) -> Path:
     """A model of bytes with random weights, whose tokenizer can pad."""
-    from trimtab.data.byte_tokenizer import byte_tokenizer
+    from trimtab.data.tokenizer import byte_tokenizer
     from trimtab.embedded.tiny_recipes import AGENT_TEMPLATE, make_model
 
     tokenizer = byte_tokenizer(AGENT_TEMPLATE)

@@ -9,7 +9,7 @@ import yaml
 
 from trimtab.cli.main import main
 from trimtab.errors import UserError
-from trimtab.evaluate.tail_files import Analytic, HeldOut, write_analytic, write_held_out
+from trimtab.evaluate.tail_risk import Analytic, HeldOut, write_analytic, write_held_out
 from trimtab.report.experiment import curves, curves_figure, frontier_figure, points, read_manifest, save
 
 SEEDS = [1, 2, 12]

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from tests.report.pages import Checked, step_row, write_metrics
-from trimtab.evaluate.tail_files import HeldOut, summary, write_summary
+from trimtab.evaluate.tail_risk import HeldOut, summary, write_summary
 from trimtab.report.page import render
 from trimtab.report.run_data import read_run
 from trimtab.train.tail.measurements import finite

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from trimtab.config.jobs import GenerateOptions
 from trimtab.config.rl_jobs import GRPOOptions, PPOOptions
-from trimtab.data.prompts import build_prompt_store
+from trimtab.data.prompts import build_prompt_dataset
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
@@ -24,7 +24,7 @@ GRPO = GRPOOptions(pretrain="owner/model", prompt_data="rows.jsonl")
 
 def store_of(*rows, label_key=None):
     options = SimpleNamespace(**TEXT, label_key=label_key)
-    return build_prompt_store(Dataset.from_list(list(rows)), make_tokenizer(), options)[0]
+    return build_prompt_dataset(Dataset.from_list(list(rows)), make_tokenizer(), options)[0]
 
 
 def refusal(store, what="train", options=GRPO, **changes):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.rewards.running import running
 from tests.rewards.samples import make_reward_request
-from trimtab.data.knights import prompt_of, source_and_target
+from trimtab.data.conversion import prompt_of, source_and_target
 from trimtab.embedded.knights_task import make_puzzles
 from trimtab.rewards.client import RemoteReward
 from trimtab.rewards.types import RewardFailed

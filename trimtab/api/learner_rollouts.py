@@ -15,8 +15,8 @@ from trimtab.config.data_options import EnvironmentOptions
 from trimtab.config.option import options_of, plain
 from trimtab.config.parser import as_in_yaml, value_of
 from trimtab.config.resolved_config import check
-from trimtab.data.chat import ChatRenderer, render_pair
-from trimtab.data.tokenising import tokenise
+from trimtab.data.chat_template import ChatRenderer, render_pair
+from trimtab.data.rendering import tokenize_renderings
 from trimtab.data.tokenizer import encode_text, texts_of
 from trimtab.envs.environment_pool import EnvironmentPool, LocalEnvironmentPool, SandboxLimits
 from trimtab.envs.types import Message, Task
@@ -71,7 +71,7 @@ class Prompts:
             rendering = render_pair(prompt, answer, tokenizer, None)
         else:
             raise UserError(f"{where} must be a list of messages, or a tuple of a prompt and its answer")
-        ((ids, trained),) = tokenise([rendering], tokenizer)
+        ((ids, trained),) = tokenize_renderings([rendering], tokenizer)
         return ids.tolist(), trained
 
     def renderer(self, where: str) -> ChatRenderer:

@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def start(options: AttackOptions) -> None:
     from trimtab.distributed.device import find_device
     from trimtab.distributed.random_state import seed_everything
-    from trimtab.evaluate.attack.run import attack, check_output
+    from trimtab.evaluate.gcg_attack import attack, check_output
     from trimtab.models.pretrained import quiet_transformers
     from trimtab.train.checkpoint import restored_policy
 
@@ -26,8 +26,7 @@ def start(options: AttackOptions) -> None:
 
 
 def rehearse(options: AttackOptions) -> list[str]:
-    from trimtab.evaluate.attack.run import check_output
-    from trimtab.evaluate.attack.targets import read_targets
+    from trimtab.evaluate.gcg_attack import check_output, read_targets
 
     targets, _ = read_targets(options.file_path, options.scenario, options.max_targets)
     steps = len(targets) * options.gcg_steps

@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def talk(options: ChatOptions) -> None:
-    from trimtab.evaluate.conversation import Conversation
+    from trimtab.evaluate.interactive import Conversation
 
     conversation = Conversation(options)
     if sys.stdin.isatty():

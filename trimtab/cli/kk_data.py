@@ -24,7 +24,7 @@ def kk_data(argv: Sequence[str]) -> None:
     if options.max_samples is not None and options.max_samples < 1:
         raise UserError(f"--max_samples {options.max_samples}: give at least 1")
 
-    from trimtab.data.knights import convert
+    from trimtab.data.conversion import convert
 
     path = Path(options.file).expanduser()
     count = convert(options.rows, path, split=options.split, max_samples=options.max_samples)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from trimtab.envs.types import Message, Task
-    from trimtab.evaluate.playing import Heard, Over, Playing
+    from trimtab.evaluate.interactive import Heard, Over, Playing
     from trimtab.rollout.trajectory import Trajectory
 
 HELP = (
@@ -49,7 +49,7 @@ def in_options(words: Sequence[str]) -> list[str]:
 
 
 def play(options: PlayOptions) -> None:
-    from trimtab.evaluate.playing import Heard, Playing
+    from trimtab.evaluate.interactive import Heard, Playing
 
     person = PersonTurns()
     playing = Playing(options, person.ask)

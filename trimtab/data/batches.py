@@ -5,8 +5,10 @@ in the row once, and the later sequences own only what comes after them.
 """
 
 import functools
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -160,3 +162,89 @@ def _check_lenders(lengths: np.ndarray, borrowed: np.ndarray) -> None:
     here, before = borrowed[1:], borrowed[:-1]
     fits = (here == 0) | (here == before) | ((before == 0) & (here <= lengths[:-1]))
     assert fits.all() and not borrowed[:1].any()
+
+
+# ---- Cut the samples of one optimiser step into micro-batches. The step itself is never changed.
+
+
+def pack(lengths: list[int], budget: int) -> list[list[int]]:
+    """First-fit-decreasing bin packing: indices in bins of at most `budget` tokens (a longer sample is alone)."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for b, free in enumerate(room):
+            if lengths[i] <= free:
+                bins[b].append(i)
+                room[b] -= lengths[i]
+                break
+        else:
+            bins.append([i])
+            room.append(budget - lengths[i])
+    return bins
+
+
+def chunk(lengths: list[int], count: int) -> list[list[int]]:
+    """Micro-batches of `count` samples. Neighbours in length go together, so that little is lost to padding."""
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    return [order[begin : begin + count] for begin in range(0, len(order), count)]
+
+
+# ---- Which samples form optimiser step k: a pure function of (seed, k), so a resumed run needs only the step number.
+
+
+@dataclass
+class SampleOrder:
+    """Every epoch is a fresh permutation, cut into steps of `batch_size`; the last step of an epoch may be smaller."""
+
+    samples: int
+    batch_size: int
+    epochs: int
+    seed: int
+    most: int | None = None
+    """Stop after this many steps."""
+    shuffled: bool = True
+    """Else every epoch has the samples in the order of the data."""
+    multiple: int = 1
+    """An epoch leaves out the last samples of its permutation that do not fill so many."""
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.samples - self.samples % self.multiple
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples_per_epoch // self.batch_size)
+
+    @property
+    def steps(self) -> int:
+        every = self.steps_per_epoch * self.epochs
+        return every if self.most is None else min(every, self.most)
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def ends_epoch(self, step: int) -> bool:
+        return (step + 1) % self.steps_per_epoch == 0
+
+    def step_samples(self, step: int) -> list[int]:
+        epoch, index = divmod(step, self.steps_per_epoch)
+        order = self._permutation(epoch)[: self.samples_per_epoch]
+        return order[index * self.batch_size : (index + 1) * self.batch_size].tolist()
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if not self.shuffled:
+            return np.arange(self.samples)
+        if self._cache.get("epoch") != epoch:
+            self._cache.update(epoch=epoch, order=np.random.default_rng([self.seed, epoch]).permutation(self.samples))
+        return self._cache["order"]
+
+    @cached_property
+    def _cache(self) -> dict:
+        return {}
+
+    def fingerprint(self, content: str) -> str:
+        """Identifies data and order together: the content's own hash and everything the order depends on."""
+        key = f"{content}/{self.samples}/{self.batch_size}/{self.seed}"
+        if not self.shuffled or self.multiple > 1:
+            key += f"/{self.shuffled}/{self.multiple}"
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()

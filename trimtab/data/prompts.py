@@ -14,25 +14,32 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.data import token_cache
-from trimtab.data.building import Arrays, build_store, first_row, settings_of, workers_of
-from trimtab.data.chat import Rendering, in_template
-from trimtab.data.data_report import DataReport
+from trimtab.data.chat_template import in_template
+from trimtab.data.conversion import conditioned
+from trimtab.data.dataset import (
+    Arrays,
+    DataReport,
+    beginnings,
+    build_dataset,
+    content_hash,
+    count_shared,
+    first_row,
+    settings_of,
+    workers_of,
+)
 from trimtab.data.formats import (
     DEFAULT_INPUT_KEY,
     SOURCE_COLUMN,
     Message,
+    Rendering,
     own_columns,
     read_tools,
     require_columns,
     text_or_messages,
 )
-from trimtab.data.overlap import beginnings, count_shared
-from trimtab.data.places import Chosen, places_of
-from trimtab.data.post_processing import conditioned
-from trimtab.data.rendering import AnswerRenderer, as_messages
+from trimtab.data.rendering import AnswerRenderer, as_messages, tokenize_renderings
+from trimtab.data.row_locations import SelectedRows, locations_of
 from trimtab.data.sources import load_rows
-from trimtab.data.token_store import content_hash
-from trimtab.data.tokenising import tokenise
 from trimtab.errors import UserError
 
 SOURCE_COLUMNS = ("datasource", "data_source", SOURCE_COLUMN)  # the first that says something
@@ -156,12 +163,12 @@ class PromptTokens:
         return content_hash(self.ids, self.offsets, self.text, self.text_offsets, self.rows)
 
 
-class PromptStore:
+class PromptDataset:
     """N prompts and their rows."""
 
     def __init__(self, tokens: PromptTokens, rows: Dataset, input_key: str, label_key: str | None):
         self._tokens, self._rows = tokens, rows.select(tokens.rows)
-        self._places = Chosen(places_of(rows, "the data"), tokens.rows)
+        self._places = SelectedRows(locations_of(rows, "the data"), tokens.rows)
         self.input_key, self._label_key = input_key, label_key
         self.column_names = own_columns(rows.column_names)
         self._others = [name for name in self.column_names if name != input_key]
@@ -248,12 +255,12 @@ def _piece(values: np.ndarray, offsets: np.ndarray, index: int) -> np.ndarray:
     return values[offsets[index] : offsets[index + 1]]
 
 
-Stores = tuple[dict[str, "PromptStore"], dict[str, PromptReport]]
+PromptDatasets = tuple[dict[str, "PromptDataset"], dict[str, PromptReport]]
 
 
-def load_prompt_stores(options: PromptOptions, tokenizer: PreTrainedTokenizerBase) -> Stores:
+def load_prompt_datasets(options: PromptOptions, tokenizer: PreTrainedTokenizerBase) -> PromptDatasets:
     """The prompts to train on ("train") and, where --eval_dataset is given, those to measure with ("evaluation")."""
-    return build_prompt_stores(load_prompt_rows(options), tokenizer, options)
+    return build_prompt_datasets(load_prompt_rows(options), tokenizer, options)
 
 
 def load_prompt_rows(options: PromptOptions) -> dict[str, Dataset]:
@@ -281,10 +288,10 @@ def load_prompt_rows(options: PromptOptions) -> dict[str, Dataset]:
     return found
 
 
-def build_prompt_stores(
+def build_prompt_datasets(
     found: dict[str, Dataset], tokenizer: PreTrainedTokenizerBase, options: PromptOptions
-) -> Stores:
-    built = {what: build_prompt_store(rows, tokenizer, options, what=what) for what, rows in found.items()}
+) -> PromptDatasets:
+    built = {what: build_prompt_dataset(rows, tokenizer, options, what=what) for what, rows in found.items()}
     stores = {what: store for what, (store, _) in built.items()}
     reports = {what: report for what, (_, report) in built.items()}
     if "evaluation" in stores:
@@ -293,14 +300,14 @@ def build_prompt_stores(
     return stores, reports
 
 
-def build_prompt_store(
+def build_prompt_dataset(
     rows: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     options: PromptTextOptions,
     *,
     what: str = "train",
     workers: int | None = None,
-) -> tuple[PromptStore, PromptReport]:
+) -> tuple[PromptDataset, PromptReport]:
     """Renders and tokenises the rows, or finds the result of the same work in the cache."""
     settings = settings_of(PromptSettings, options)
     first = first_row(rows, what)
@@ -308,7 +315,7 @@ def build_prompt_store(
     require_columns(rows.column_names, {"--label_key": options.label_key})
     renderer = PromptRenderer(input_key, rows.column_names, tokenizer, settings, what)
     report = PromptReport(what, f"column {input_key}", rows_read=len(rows), max_len=settings.prompt_max_len)
-    tokens, report = build_store(
+    tokens, report = build_dataset(
         "prompts",
         rows,
         renderer,
@@ -319,7 +326,7 @@ def build_prompt_store(
     )
     plain = isinstance(the_one_text(first[input_key]), str) and not settings.apply_chat_template
     report.template_unused = plain and settings.input_template is None and tokenizer.chat_template is not None
-    store = PromptStore(tokens, rows, input_key, options.label_key)
+    store = PromptDataset(tokens, rows, input_key, options.label_key)
     if options.label_key is not None and (missing := store.unlabelled()):
         report.rows_unlabelled, report.first_unlabelled = len(missing), store.place(missing[0])
     return store, report
@@ -377,7 +384,7 @@ class PromptCollector:
 
     def add(self, renderings: list[Rendering | None]) -> None:
         present = [(place, rendering) for place, rendering in enumerate(renderings) if rendering is not None]
-        tokenised = tokenise([rendering for _, rendering in present], self.tokenizer)
+        tokenised = tokenize_renderings([rendering for _, rendering in present], self.tokenizer)
         for (place, rendering), (ids, _) in zip(present, tokenised):
             text = rendering.text
             if len(ids) > self.max_len and self.cuts:

@@ -5,20 +5,24 @@ worker processes. They are spawned, not forked: this process already has the thr
 """
 
 import concurrent.futures
+import itertools
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.data.chat import ChatRenderer, Rendering, render_pair, render_whole
-from trimtab.data.formats import Message, SupervisedColumns, SupervisedRecord, read_supervised
-from trimtab.data.places import Numbered, Places, located
+from trimtab.data.chat_template import ChatRenderer, render_pair, render_whole
+from trimtab.data.formats import Message, Rendering, SupervisedColumns, SupervisedRecord, read_supervised
+from trimtab.data.row_locations import Numbered, RowLocations, located
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ class RowRenderer:
         self.names = names
         self.tokenizer = tokenizer
         self.what = what
-        self.places: Places = Numbered(f"the {what} data")
+        self.places: RowLocations = Numbered(f"the {what} data")
 
     def render_rows(self, rows: list[dict[str, Any]], first: int) -> list[Any]:
         """`first` is the number of the first of these rows in the whole data set."""
@@ -216,3 +220,82 @@ def _render_in_workers(
             yield pending.pop(0).result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+# ---- Renderings become token ids and a mask of the tokens that carry loss.
+
+
+def tokenize_renderings(
+    renderings: list[Rendering], tokenizer: PreTrainedTokenizerBase
+) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+    """(ids, trained) of each rendering; a token is trained if it reaches into a trained span."""
+    if not renderings:
+        return
+    if not tokenizer.is_fast:
+        yield from (tokenize_in_pieces(rendering, tokenizer) for rendering in renderings)
+        return
+    encoded = tokenizer(
+        [rendering.text for rendering in renderings],
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    for rendering, ids, offsets in zip(renderings, encoded["input_ids"], encoded["offset_mapping"]):
+        bounds = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
+        yield np.array(ids, dtype=np.int32), _reaches_into(bounds[:, 0], bounds[:, 1], rendering.trained)
+
+
+def _reaches_into(starts: np.ndarray, ends: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
+    # A token of blanks may have been trimmed to no width at its own end; it stands for the character before.
+    starts = np.where(starts == ends, starts - 1, starts)
+    trained = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        trained |= (ends > start) & (starts < end)
+    return trained
+
+
+def tokenize_in_pieces(rendering: Rendering, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
+    """The text is cut where the spans begin and end, so that no token crosses a span's edge."""
+    ids: list[int] = []
+    trained: list[bool] = []
+    position = 0
+    for start, end in [*rendering.trained, (len(rendering.text), len(rendering.text))]:
+        for piece, flag in ((rendering.text[position:start], False), (rendering.text[start:end], True)):
+            part = tokenizer.encode(piece, add_special_tokens=False, verbose=False) if piece else []
+            ids.extend(part)
+            trained.extend([flag] * len(part))
+        position = end
+    return np.array(ids, dtype=np.int32), np.array(trained, dtype=bool)
+
+
+# ---- A progress bar that appears only when the work turns out to be long, and only to a person.
+
+
+Item = TypeVar("Item")
+PATIENCE_SECONDS = 2.0
+
+
+def progress(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
+    """Passes the items on; `total` is their number."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    began = time.monotonic()
+    bar, task = None, None
+    try:
+        for number, item in enumerate(items, start=1):
+            yield item
+            if bar is None and time.monotonic() - began > PATIENCE_SECONDS:
+                bar = Progress(console=Console(stderr=True), transient=True)
+                bar.start()
+                task = bar.add_task(label, total=total)
+            if bar is not None:
+                bar.update(task, completed=number)
+    finally:
+        if bar is not None:
+            bar.stop()

@@ -8,12 +8,11 @@ between 0 and 1, or -3 if one of them is bad. How likely that is can be summed e
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.embedded.word_model import word_llama, word_tokenizer
+from trimtab.embedded.sort_task import word_llama, word_tokenizer, write_model, write_rows
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -51,9 +50,8 @@ def make_model(seed: int = 0) -> LlamaForCausalLM:
 
 
 def write(folder: Path) -> None:
-    make_model().save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
-    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    write_model(folder / "model", make_model(), make_tokenizer())
+    write_rows(folder / "prompts.jsonl", [{"prompt": PROMPT}])
     (folder / "reward.py").write_text(REWARD)
 
 

@@ -13,14 +13,12 @@ who is what is a guess.
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from trimtab.embedded.word_model import word_llama, word_tokenizer
+from trimtab.embedded.sort_task import phrase_tokenizer, teach_bigrams, word_llama, write_model, write_rows
 
 NAMES = ("Ada", "Bela", "Carl", "Dora", "Emil", "Fay")
 TRAIN_ROWS, TEST_ROWS = 900, 100
@@ -39,10 +37,8 @@ def write(folder: str | Path, *, train: int = TRAIN_ROWS, test: int = TEST_ROWS,
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", make_puzzles(train, 0, people)), ("test", make_puzzles(test, 1, people))):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model, tokenizer = make_model()
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+        write_rows(folder / f"{name}.jsonl", rows)
+    write_model(folder / "model", *make_model())
     return folder
 
 
@@ -92,7 +88,7 @@ OPENED, CLOSED, ANSWER, END = "<think>", "</think>", "<answer>", "</answer>"
 PLACES = ("(1) ", "(2) ", "(3) ")
 KNIGHT, KNAVE, LINE_END, THOUGHT = " is a knight", " is a knave", "\n", " so "
 PHRASES = (OPENED, CLOSED, ANSWER, END, *PLACES, *NAMES, KNIGHT, KNAVE, LINE_END, THOUGHT)
-SURENESS = 5.0  # logit of what may follow, where everything else has about 0
+LOGIT = 5.0  # of what may follow
 
 
 def _follows() -> Iterator[tuple[str, str]]:
@@ -107,25 +103,10 @@ def _follows() -> Iterator[tuple[str, str]]:
 
 def make_model(seed: int = 0):
     """A Llama of 20 thousand parameters and its tokenizer."""
-    import torch
-    from tokenizers import Regex, decoders, pre_tokenizers
-
     words = [*SPECIAL, *PHRASES]
-    phrases = pre_tokenizers.Split(Regex("|".join(map(re.escape, PHRASES))), behavior="isolated")
-    tokenizer = word_tokenizer(
-        words,
-        phrases,
-        decoders.Fuse(),
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-        clean_up_tokenization_spaces=False,
-    )
+    tokenizer = phrase_tokenizer(words, PHRASES, additional_special_tokens=["<|im_start|>", "<|im_end|>"])
     model = word_llama(words, seed, width=32, inner=64, layers=2, positions=512, num_key_value_heads=2)
-    with torch.no_grad():
-        # A phrase is a direction of its own, which the norm before the head makes as long as the root of the width.
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        embedding += torch.eye(*embedding.shape)
-        for before, after in _follows():
-            head[words.index(after), words.index(before)] += SURENESS / model.config.hidden_size**0.5
+    teach_bigrams(model, words, _follows(), LOGIT)
     return model, tokenizer
 
 

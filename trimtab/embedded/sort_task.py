@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from trimtab.embedded.word_model import word_llama, word_tokenizer
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from tokenizers.decoders import Decoder
+    from tokenizers.pre_tokenizers import PreTokenizer
+    from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 >.,?"
@@ -202,16 +203,101 @@ def write(
     """Write `model/`, `train.jsonl`, `test.jsonl` and the judged rows into `folder`; the test rows always ascend."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    make_model(seed).save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
-    _write_rows(folder / "train.jsonl", make_rows(train_rows, seed, descending_share))
-    _write_rows(folder / "test.jsonl", make_rows(test_rows, seed, held_out=True))
+    write_model(folder / "model", make_model(seed), make_tokenizer())
+    write_rows(folder / "train.jsonl", make_rows(train_rows, seed, descending_share))
+    write_rows(folder / "test.jsonl", make_rows(test_rows, seed, held_out=True))
     kinds = {"prompts": make_prompts, "pairs": make_pairs, "unpaired": make_unpaired, "steps": make_steps}
     for name, make in kinds.items():
-        _write_rows(folder / f"{name}.jsonl", make(judged_rows, seed))
-        _write_rows(folder / f"{name}_test.jsonl", make(test_rows, seed, held_out=True))
+        write_rows(folder / f"{name}.jsonl", make(judged_rows, seed))
+        write_rows(folder / f"{name}_test.jsonl", make(test_rows, seed, held_out=True))
     return folder
 
 
-def _write_rows(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+# ---- what all embedded tasks are made of: a tokenizer of listed words, a small Llama for it, and files
+
+
+def word_tokenizer(
+    words: Sequence[str], cut: PreTokenizer, joined: Decoder, *, unknown: str = "<unk>", **settings: Any
+) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are `words`, with "<pad>" and "<eos>" among them. `cut` splits a text into words,
+    `joined` makes a text of them."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=unknown))
+    core.pre_tokenizer, core.decoder = cut, joined
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token=unknown, **settings
+    )
+
+
+def phrase_tokenizer(words: Sequence[str], phrases: Sequence[str], **settings: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token a phrase; other text is unknown."""
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    cut = pre_tokenizers.Split(Regex("|".join(map(re.escape, phrases))), behavior="isolated")
+    return word_tokenizer(words, cut, decoders.Fuse(), clean_up_tokenization_spaces=False, **settings)
+
+
+def word_llama(
+    words: Sequence[str],
+    seed: int,
+    *,
+    width: int,
+    inner: int,
+    layers: int,
+    positions: int,
+    heads: int = 4,
+    spread: float = 0.0,
+    **settings: Any,
+) -> LlamaForCausalLM:
+    """A Llama with random weights drawn from `seed`, its matrices with the deviation `spread` if that is not 0. The
+    caller's random state is left as it was."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=positions,
+        pad_token_id=words.index("<pad>"),
+        eos_token_id=words.index("<eos>"),
+        bos_token_id=None,
+        **settings,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if spread and parameter.ndim >= 2:
+                    parameter.normal_(0, spread)
+    return model
+
+
+def teach_bigrams(
+    model: LlamaForCausalLM, words: Sequence[str], follows: Iterable[tuple[str, str]], logit: float
+) -> None:
+    """Give every (word, next word) of `follows` this logit; all other next words keep about 0."""
+    import torch
+
+    with torch.no_grad():
+        # Each word becomes a direction, which the norm before the head scales to the root of the width.
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding += torch.eye(*embedding.shape)
+        for before, after in follows:
+            head[words.index(after), words.index(before)] += logit / model.config.hidden_size**0.5
+
+
+def write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a model and its tokenizer into `folder`, which is made."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> None:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -8,12 +8,11 @@ used as they stand. Nothing is learnt here but that a command works.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
-from trimtab.data.byte_tokenizer import END, byte_tokenizer
-from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
+from trimtab.data.tokenizer import END, byte_tokenizer
+from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of, write_model, write_rows
 
 STEP_END, GOOD, BAD = "ки", "+", "-"  # the step and label tokens of Math-Shepherd
 ROWS = 64
@@ -38,13 +37,11 @@ def write(folder: str | Path, rows: int = ROWS) -> Path:
         ("teacher", make_model("llama", len(tokenizer), seed=1, hidden_size=64)),
         ("reward", make_model("llama", len(tokenizer), num_labels=1, mean=0.0, std=1.0)),
     ):
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        write_model(folder / name, model, tokenizer)
     speaker = byte_tokenizer(AGENT_TEMPLATE)
     end = speaker.eos_token_id
     agent = make_model("llama", len(speaker), max_position_embeddings=1024, eos_token_id=end, pad_token_id=end)
-    agent.save_pretrained(folder / "agent")
-    speaker.save_pretrained(folder / "agent")
+    write_model(folder / "agent", agent, speaker)
     pairs = [(prompt_of(row), reference_of(row)) for row in make_rows(rows, seed=0)]
     for name, make in (
         ("questions", question),
@@ -53,8 +50,7 @@ def write(folder: str | Path, rows: int = ROWS) -> Path:
         ("judged_steps", judged_steps),
         ("prompts", prompt),
     ):
-        lines = [json.dumps(make(index, *pair), ensure_ascii=False) + "\n" for index, pair in enumerate(pairs)]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_rows(folder / f"{name}.jsonl", (make(index, *pair) for index, pair in enumerate(pairs)))
     return folder
 
 

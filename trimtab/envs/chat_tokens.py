@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.data.chat import ChatRenderer
+from trimtab.data.chat_template import ChatRenderer
 from trimtab.data.tokenizer import decode_text, encode_text
 from trimtab.envs.types import VERBATIM, EpisodeSettings, Message
 from trimtab.errors import UserError

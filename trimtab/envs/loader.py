@@ -24,7 +24,7 @@ from trimtab.errors import UserError
 from trimtab.sandbox.calls import Caller, CallStuck, CallTimeout, InstanceService
 from trimtab.sandbox.worker import load_module, parse_source
 
-EMBEDDED = Path(__file__).parents[1] / "embedded" / "environments"
+EMBEDDED = {"guess": ("guess_game.py", "Guess")}  # file of trimtab/embedded, and the class in it
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def load(source: str) -> LoadedEnvironment:
     if colon and prefix in LIBRARIES:
         return with_tools(_load_library(LIBRARIES[prefix], source, name))
     if colon and prefix == "trimtab":
-        known = sorted(file.stem for file in EMBEDDED.glob("*.py") if file.stem != "__init__")
-        if name not in known:
-            raise adapter.unknown_name(source, name, known)
-        return with_tools(load_file(EMBEDDED / f"{name}.py", None))
+        if name not in EMBEDDED:
+            raise adapter.unknown_name(source, name, sorted(EMBEDDED))
+        embedded, class_name = EMBEDDED[name]
+        return with_tools(load_file(Path(__file__).parents[1] / "embedded" / embedded, class_name))
     file, attribute = parse_source(source)
     if not file.is_file():
         raise UserError(f"environment {file}: no such file")

@@ -8,27 +8,36 @@ the text that the model read, or the conversation), the answer (`output`) and it
 import dataclasses
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
+
+import numpy as np
+from datasets import Dataset
 
 from trimtab.config.jobs import ChatOptions, GenerateOptions, PlayOptions
 from trimtab.config.resolved_config import shown
-from trimtab.data.chat import in_template
-from trimtab.data.formats import Message
-from trimtab.data.prompts import PromptReport, PromptStore, build_prompt_store
-from trimtab.data.rendering import as_messages
+from trimtab.data.chat_template import in_template
+from trimtab.data.dataset import settings_of, up_to_answer
+from trimtab.data.formats import Message, SupervisedRecord, find_supervised_columns, read_supervised
+from trimtab.data.prompts import PromptDataset, PromptReport, build_prompt_dataset
+from trimtab.data.rendering import AnswerRenderer, as_messages, tokenize_renderings
+from trimtab.data.row_locations import located, locations_of
 from trimtab.data.sources import load_rows
+from trimtab.data.token_cache import rows_hash
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.process_group import World, find_world, leave_world, share_signals
 from trimtab.distributed.random_state import seed_everything
 from trimtab.errors import UserError
-from trimtab.evaluate.journal import Journal
-from trimtab.evaluate.work import work_through, write_rows
+from trimtab.evaluate.journal import Journal, work_through, write_rows
 from trimtab.interrupts import StopRequest
 from trimtab.models.load import fake_policy_with_fingerprint, load_frozen_policy
 from trimtab.models.policy import Policy
-from trimtab.models.pretrained import check_model_folder, quiet_transformers
+from trimtab.models.pretrained import check_model_folder, quiet_transformers, weights_fingerprint
+from trimtab.models.reward import HEAD
 from trimtab.rewards.build import build_reward, check_columns, check_reward, reward_fingerprints
+from trimtab.rewards.models import ModelReward
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardRequest, WeightedReward
 from trimtab.rollout.engine import Engine
@@ -177,7 +186,7 @@ class Generation:
 
     # ---- parts
 
-    def _prompts(self) -> PromptStore:
+    def _prompts(self) -> PromptDataset:
         if not self.world.is_rank_zero:
             self.world.wait()  # the first process fills the token cache for all
         store, report = load_prompts(self.options, self.tokenizer)
@@ -288,13 +297,13 @@ def load_job_tokenizer(options: GenerateOptions | ChatOptions | PlayOptions) -> 
     )
 
 
-def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
+def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptDataset, PromptReport]:
     if options.dataset is None:
         from trimtab.server.environment_factory import environment_columns, environment_rows
 
         count = min(options.env_rows, options.max_samples)
         own = environment_rows(options, count, options.seed, instead="--dataset")["train"]
-        return build_prompt_store(
+        return build_prompt_dataset(
             own, tokenizer, dataclasses.replace(options, **environment_columns(own)), what="prompt"
         )
     rows = load_rows(
@@ -304,7 +313,7 @@ def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore,
         max_samples=options.max_samples,
         seed=options.seed,
     )
-    return build_prompt_store(rows, tokenizer, options, what="prompt")
+    return build_prompt_dataset(rows, tokenizer, options, what="prompt")
 
 
 def in_template_of(tokenizer: Any, options: GenerateOptions) -> GenerateOptions:
@@ -330,7 +339,7 @@ def _played(rollout: Trajectory) -> dict[str, Any]:
     return {"messages": [*(rollout.episode.opening or []), *messages]}
 
 
-def prompts_of_iteration(store: PromptStore, options: GenerateOptions) -> range:
+def prompts_of_iteration(store: PromptDataset, options: GenerateOptions) -> range:
     """All prompts, or those of --iter."""
     if options.iter is None:
         return range(len(store))
@@ -357,3 +366,145 @@ def trainable(prompt: str | list[Message], options: GenerateOptions) -> str | li
     if isinstance(prompt, str) and not options.apply_chat_template:
         return in_template(prompt, options.input_template)
     return as_messages(prompt, "user")
+
+
+# ---- `trimtab generate --eval_task rm`: the reward of every answer in the data, by a reward model
+#
+# Prompt and answer are rendered, tokenised and cut as in the training of reward models, so an answer has here the
+# score that it has there.
+
+
+ROWS_SCORED_AT_ONCE = 256  # rows; within them passes are made of rows of like length
+
+
+def score(options: GenerateOptions) -> None:
+    device = find_device()
+    try:
+        world = find_world(device)
+        with StopRequest(at_once=True) as stop, share_signals(stop, world):
+            Scoring(options, device, world, stop).run()
+    finally:
+        leave_world()
+
+
+def rehearse_scoring(options: GenerateOptions) -> list[str]:
+    """What can be said without the model's weights."""
+    load_job_tokenizer(options)
+    rows = AnswerRows(options)
+    rows.record(0)
+    return [f"{len(rows):,} answers ({rows.columns.description})"]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The options that say where a row keeps its parts."""
+
+    input_key: str
+    output_key: str | None
+    pretrain_mode: bool = False
+
+
+class AnswerRows:
+    """The rows to score."""
+
+    def __init__(self, options: GenerateOptions):
+        self.rows: Dataset = load_rows(
+            options.dataset,
+            probabilities=options.dataset_probs,
+            split=options.dataset_split,
+            max_samples=options.max_samples,
+            seed=options.seed,
+        )
+        self.places = locations_of(self.rows, "the answers")
+        self.columns = find_supervised_columns(self.rows.column_names, settings_of(Keys, options), self.rows[0])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def record(self, row: int) -> SupervisedRecord:
+        """A prompt and its answer, which may have been a conversation's last turn."""
+        record = located(partial(read_supervised, self.rows[row], self.columns), row, self.places)
+        if record.response is not None:
+            return record
+        return SupervisedRecord(record.prompt[:-1], record.prompt[-1:], record.tools)
+
+
+class Scoring:
+    def __init__(self, options: GenerateOptions, device: Device, world: World, stop: StopRequest):
+        self.options, self.world, self.stop = options, world, stop
+        tokenizer = load_job_tokenizer(options)
+        self.rows = AnswerRows(options)
+        world.say(f"answers: {len(self.rows):,} ({self.rows.columns.description})")
+        seed_everything(options.seed, deterministic=options.full_determinism)
+        self.model = ModelReward(
+            options.pretrain,
+            options,
+            device,
+            max_len=options.max_len,
+            max_samples=options.micro_batch_size,
+            flag="--pretrain",
+        )
+        if not hasattr(self.model.inner, HEAD):
+            raise UserError(
+                f"--pretrain {options.pretrain}: {type(self.model.inner).__name__} is not a decoder; score with it "
+                "while generating, as --reward_pretrain"
+            )
+        self.tokenizer = tokenizer
+        self.renderer = AnswerRenderer(
+            self.rows.columns.names,
+            tokenizer,
+            "answers",
+            as_chat=options.apply_chat_template,
+            input_template=options.input_template,
+        )
+        self._sum, self._count, self._cut = 0.0, 0, 0
+
+    def run(self) -> None:
+        """Score what is not scored yet, and write the rows of all."""
+        journal = Journal(self.options.output_path, self._settings())
+        work_through(len(self.rows), journal, self.world, self.scores, self.figures, "answers", self.stop)
+        if self.world.is_rank_zero:
+            if self._cut:
+                print(f"{'note':9}{self._cut:,} answers were judged by their first {self.options.max_len:,} tokens")
+            write_rows([self._output(row, journal.done[row]) for row in range(len(self.rows))], journal, self.options)
+
+    def scores(self, items: list[int]) -> Iterator[tuple[int, float]]:
+        for start in range(0, len(items), ROWS_SCORED_AT_ONCE):
+            some = items[start : start + ROWS_SCORED_AT_ONCE]
+            sequences = self.sequences(some)
+            self._cut += sum(len(ids) > self.options.max_len for ids in sequences)
+            rewards = self.model.scores(sequences)
+            self._sum, self._count = self._sum + sum(rewards), self._count + len(rewards)
+            yield from zip(some, rewards)
+
+    def sequences(self, items: list[int]) -> list[np.ndarray]:
+        """What the model reads of these rows: up to the end of the answer."""
+        renderings = []
+        for item in items:
+            record = self.rows.record(item)
+            render = partial(self.renderer.render_answer, record.prompt, record.response, record.tools)
+            renderings.append(located(render, item, self.rows.places))
+        return [up_to_answer(*tokens)[0] for tokens in tokenize_renderings(renderings, self.tokenizer)]
+
+    def figures(self) -> dict[str, str]:
+        """What is shown beside the bar."""
+        return {"reward": f"{self._sum / self._count:.4f}"} if self._count else {}
+
+    def _output(self, row: int, reward: float) -> dict[str, Any]:
+        record = self.rows.record(row)
+        answer = record.response
+        if isinstance(answer, list) and len(answer) == 1:
+            answer = answer[0]["content"]
+        return {"input": trainable(record.prompt, self.options), "output": answer, "reward": reward}
+
+    def _settings(self) -> dict[str, Any]:
+        """What the rewards depend on."""
+        options = self.options
+        return {
+            "model": weights_fingerprint(self.model.model),
+            "precision": "bf16" if options.bf16 else "fp32",
+            "data": rows_hash(self.rows.rows),
+            "choice of columns": asdict(self.rows.columns),
+            "template": [options.input_template, options.apply_chat_template, self.tokenizer.chat_template],
+            "max_len": options.max_len,
+        }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.training_options import PASS_SIZES, PER_DEVICE
-from trimtab.data.prompts import PromptStore
+from trimtab.data.prompts import PromptDataset
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
@@ -129,7 +129,7 @@ def default_line(options: TrainedModelOptions) -> str:
     return f"passes of up to {options.train_max_tokens_per_gpu:,} tokens; --micro_train_batch_size cuts by samples"
 
 
-def work_of_prompts(options: RLOptions, stores: dict[str, PromptStore]) -> Work:
+def work_of_prompts(options: RLOptions, stores: dict[str, PromptDataset]) -> Work:
     return rl_work(options, max(int(store.lengths.max()) for store in stores.values()))
 
 

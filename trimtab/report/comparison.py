@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import UserError
-from trimtab.evaluate.seeds import t_intervals
+from trimtab.evaluate.tail_risk import t_intervals
 from trimtab.report.charts import COLOURS, Line, chart, smooth, window_of
 from trimtab.report.distributions import accuracy_of
 from trimtab.report.findings import findings

@@ -318,7 +318,7 @@ def _named(rows: Sequence[int]) -> str:
     return spans([row + 1 for row in shown]) + (" ..." if len(rows) > MOST_NAMED else "") if rows else "–"
 
 
-# ---- Held-out samples of the tail (evaluate/tail_files.py).
+# ---- Held-out samples of the tail (evaluate/tail_risk.py).
 
 
 LOGS = (("value", "probability"), ("low", "low"), ("high", "high"))

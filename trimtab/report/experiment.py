@@ -26,10 +26,20 @@ import numpy as np
 import yaml
 
 from trimtab.errors import UserError
-from trimtab.evaluate.attack.success import Replies
-from trimtab.evaluate.seeds import bootstrap_mean, t_intervals
-from trimtab.evaluate.tail_files import ANALYTIC, HELD_OUT, HeldOut, read_analytic, read_held_out
-from trimtab.evaluate.tail_risk import Estimate, cvar, probability_below, share
+from trimtab.evaluate.tail_risk import (
+    ANALYTIC,
+    HELD_OUT,
+    Estimate,
+    HeldOut,
+    Replies,
+    bootstrap_mean,
+    cvar,
+    probability_below,
+    read_analytic,
+    read_held_out,
+    share,
+    t_intervals,
+)
 from trimtab.report.formatting import short_number
 from trimtab.report.page import document, write_page
 

@@ -10,7 +10,7 @@ from trimtab.config.data_options import EnvironmentOptions, listed
 from trimtab.config.jobs import GenerateOptions
 from trimtab.config.objective_options import GIVEN, StepScoreOptions
 from trimtab.config.rl_jobs import RLOptions, TailOptions
-from trimtab.data.prompts import PromptStore
+from trimtab.data.prompts import PromptDataset
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
@@ -149,7 +149,7 @@ def _model(
 # ---- checks of columns before the run
 
 
-def check_columns(stores: dict[str, PromptStore], options: RLOptions | GenerateOptions) -> None:
+def check_columns(stores: dict[str, PromptDataset], options: RLOptions | GenerateOptions) -> None:
     """Raise UserError if the data lack a verifier's label, or a column that a reward function needs. `stores`: prompts
     by name."""
     if isinstance(options, RLOptions) and options.replay:
@@ -161,7 +161,7 @@ def check_columns(stores: dict[str, PromptStore], options: RLOptions | GenerateO
                 raise UserError(_lacking(name, signature, missing, what, store))
 
 
-def _check_labels(what: str, store: PromptStore, options: RLOptions | GenerateOptions) -> None:
+def _check_labels(what: str, store: PromptDataset, options: RLOptions | GenerateOptions) -> None:
     needing = verifiers_with_labels(options.reward_verifier)
     if not needing or not (missing := store.unlabelled()):
         return
@@ -175,7 +175,7 @@ def _check_labels(what: str, store: PromptStore, options: RLOptions | GenerateOp
     )
 
 
-def _lacking(name: str, signature: Signature, missing: list[str], what: str, store: PromptStore) -> str:
+def _lacking(name: str, signature: Signature, missing: list[str], what: str, store: PromptDataset) -> str:
     plural = "s" * (len(missing) > 1)
     if signature.project != "TRL":
         return (
@@ -209,7 +209,7 @@ MADE_UP = "I do not know."
 
 
 def check_reward(
-    options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase, store: PromptStore
+    options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase, store: PromptDataset
 ) -> list[str]:
     """Call the reward on two made-up answers to the first prompt, one of which is its label, and report the rewards."""
     built = build_reward(options, device, tokenizer)
@@ -233,7 +233,7 @@ def check_reward(
     return [f"reward, tried on the first prompt: {', '.join(parts)}"]
 
 
-def _request(store: PromptStore, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:
+def _request(store: PromptDataset, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:
     known: Any = store.label(0)
     answers = [str(known) if known is not None else "Yes.", MADE_UP]
     ids = [tokenizer(answer, add_special_tokens=False)["input_ids"] or store.ids(0)[-1:] for answer in answers]

@@ -20,11 +20,10 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.jobs import AttackOptions, ServeRMOptions
 from trimtab.config.rl_jobs import RLOptions, TailOptions
-from trimtab.data.batches import TokenBatch
-from trimtab.data.chat import ChatRenderer, Rendering, with_end
-from trimtab.data.packing import chunk, pack
-from trimtab.data.step_formats import one_token, reward_token_ids
-from trimtab.data.tokenising import tokenise, tokenise_in_pieces
+from trimtab.data.batches import TokenBatch, chunk, pack
+from trimtab.data.chat_template import ChatRenderer, with_end
+from trimtab.data.formats import Rendering, one_token, reward_token_ids
+from trimtab.data.rendering import tokenize_in_pieces, tokenize_renderings
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
@@ -341,9 +340,9 @@ class ProcessReward(FrozenModelReward):
             text += self.placeholder
             position = end + len(self.placeholder) if response.startswith(self.placeholder, end) else end
         rendering = Rendering(text, marks)
-        ((ids, marked),) = tokenise([rendering], self.tokenizer)
+        ((ids, marked),) = tokenize_renderings([rendering], self.tokenizer)
         if marked.sum() != len(marks) or (ids[marked] != self._placeholder_id).any():
-            ids, marked = tokenise_in_pieces(rendering, self.tokenizer)  # the tokenizer joined one with its neighbours
+            ids, marked = tokenize_in_pieces(rendering, self.tokenizer)  # the tokenizer joined one with its neighbours
         return ids.astype(np.int64), marked
 
     def _on_tokens(self, ids: list[int], spans: list[tuple[int, int]], scores: list[float]) -> list[tuple[int, float]]:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, Protocol, TypeVar
 
-from trimtab.data.prompts import PromptStore
+from trimtab.data.prompts import PromptDataset
 from trimtab.distributed.supervision import own_heartbeat
 from trimtab.rewards.types import RewardRequest
 from trimtab.rollout.episode import Episode, Task
@@ -47,7 +47,7 @@ class PromptBatch:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, store: PromptStore, requests: Sequence[tuple[int, int]], *, rewarded: bool) -> "PromptBatch":
+    def of(cls, store: PromptDataset, requests: Sequence[tuple[int, int]], *, rewarded: bool) -> "PromptBatch":
         """`requests`: row and seed of each; `rewarded`: with their columns."""
         rows, seeds = [row for row, _ in requests], [seed for _, seed in requests]
         questions = cls(rows, seeds, [store.ids(row) for row in rows], store.input_key)

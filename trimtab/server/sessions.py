@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.data.chat import ChatRenderer
+from trimtab.data.chat_template import ChatRenderer
 from trimtab.data.tokenizer import decodes_fast, encode_text, texts_of
 from trimtab.envs.chat_tokens import ChatAppender, MessageParser
 from trimtab.envs.types import Message

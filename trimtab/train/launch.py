@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.data_options import TemplateOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.data.data_report import DataReport
+from trimtab.data.dataset import DataReport
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World

@@ -15,8 +15,8 @@ from trimtab.algos.preference_losses import dpo_loss, ipo_loss, kl_baseline, kto
 from trimtab.config.jobs import DPOOptions, KTOOptions
 from trimtab.data import token_cache
 from trimtab.data.batches import TokenBatch
-from trimtab.data.labelled import LabelledStore, build_labelled_store
-from trimtab.data.progress import progress
+from trimtab.data.examples import LabelledDataset, build_labelled_dataset
+from trimtab.data.rendering import progress
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import reshard_model
@@ -158,19 +158,19 @@ class KTOTask(ReferenceTask):
     verb = "kto"
     scores_model = True
 
-    def build_store(self, rows, what):
-        return build_labelled_store(rows, self.tokenizer, self.options, what=what)
+    def build_dataset(self, rows, what):
+        return build_labelled_dataset(rows, self.tokenizer, self.options, what=what)
 
     def __init__(self, options: KTOOptions, tokenizer: Any):
         super().__init__(options, tokenizer)
         self.partners = {id(store): np.arange(len(store)) for store in (self.store, self.evaluation) if store}
 
-    def cut(self, store: LabelledStore, samples: list[int]) -> list[list[int]]:
+    def cut(self, store: LabelledDataset, samples: list[int]) -> list[list[int]]:
         # Each prompt is paired with the answer of the step's next sample, whatever micro-batch that is in.
         self.partners[id(store)][samples] = np.roll(samples, -1)
         return super().cut(store, samples)
 
-    def make_batch(self, store: LabelledStore, samples: list[int]) -> TokenBatch:
+    def make_batch(self, store: LabelledDataset, samples: list[int]) -> TokenBatch:
         batch = TokenBatch.of([store.example(i) for i in samples], good_S=torch.from_numpy(store.labels[samples]))
         partner = self.partners[id(store)]
         batch.beside = TokenBatch.of([store.mismatched(i, int(partner[i])) for i in samples])

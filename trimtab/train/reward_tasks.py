@@ -7,8 +7,8 @@ import torch
 from trimtab.algos.preference_losses import hard_step_loss, pairwise_loss, soft_step_loss
 from trimtab.config.jobs import PRMOptions, RMOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.data.step_formats import reward_token_ids
-from trimtab.data.steps import StepStore, build_step_store
+from trimtab.data.examples import StepDataset, build_step_dataset
+from trimtab.data.formats import reward_token_ids
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.files import write_json
@@ -26,8 +26,8 @@ class RMTask(PairTask):
     options: RMOptions
     verb = "rm"
 
-    def build_store(self, rows, what):
-        store, report = super().build_store(rows, what)
+    def build_dataset(self, rows, what):
+        store, report = super().build_dataset(rows, what)
         if self.options.margin_loss and store.margins is None:
             raise UserError(f"--margin_loss: the {what} data have no column margin; add it or drop the option")
         return store, report
@@ -82,10 +82,10 @@ class PRMTask(Task):
     options: PRMOptions
     verb = "prm"
 
-    def build_store(self, rows, what):
-        return build_step_store(rows, self.tokenizer, self.options, what=what)
+    def build_dataset(self, rows, what):
+        return build_step_dataset(rows, self.tokenizer, self.options, what=what)
 
-    def make_batch(self, store: StepStore, samples: list[int]) -> TokenBatch:
+    def make_batch(self, store: StepDataset, samples: list[int]) -> TokenBatch:
         examples = [store.example(i) for i in samples]
         targets = torch.cat([torch.from_numpy(targets.copy()) for *_, targets in examples])
         if not store.soft:

@@ -10,8 +10,8 @@ from torch import nn
 from trimtab.algos.supervised_losses import divergence, sft_loss_sum
 from trimtab.config.jobs import KDOptions, SFTOptions
 from trimtab.data.batches import TokenBatch
+from trimtab.data.examples import build_sft_dataset
 from trimtab.data.tokenizer import load_tokenizer
-from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import whole
 from trimtab.errors import UserError
@@ -25,8 +25,8 @@ class SFTTask(Task):
     options: SFTOptions | KDOptions
     verb = "sft"
 
-    def build_store(self, rows, what):
-        return build_sft_store(rows, self.tokenizer, self.options, what=what)
+    def build_dataset(self, rows, what):
+        return build_sft_dataset(rows, self.tokenizer, self.options, what=what)
 
     def make_batch(self, store, samples: list[int]) -> TokenBatch:
         return TokenBatch.of([store.example(i) for i in samples])

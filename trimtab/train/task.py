@@ -14,12 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.jobs import DPOOptions, RMOptions, SupervisedOptions
-from trimtab.data.batches import TokenBatch
-from trimtab.data.order import SampleOrder
-from trimtab.data.overlap import beginnings, count_shared
-from trimtab.data.packing import chunk, pack
-from trimtab.data.pairs import PairStore, build_pair_store
-from trimtab.data.places import places_of
+from trimtab.data.batches import SampleOrder, TokenBatch, chunk, pack
+from trimtab.data.dataset import beginnings, count_shared
+from trimtab.data.examples import PairDataset, build_pair_dataset
+from trimtab.data.row_locations import locations_of
 from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
@@ -52,19 +50,19 @@ class Task:
             max_samples=options.max_samples,
             seed=options.seed,
         )
-        self._places = places_of(rows, "the train data")
-        self.store, self.report = self.build_store(rows, "train")
+        self._places = locations_of(rows, "the train data")
+        self.store, self.report = self.build_dataset(rows, "train")
         self.evaluation: Any = None
         self.evaluation_report: Any = None
         evaluation_rows = load_evaluation_rows(options)
         if evaluation_rows is not None:
-            self.evaluation, self.evaluation_report = self.build_store(evaluation_rows, "evaluation")
+            self.evaluation, self.evaluation_report = self.build_dataset(evaluation_rows, "evaluation")
             shared = count_shared(_prompts_of(self.store), _prompts_of(self.evaluation))
             self.evaluation_report.rows_also_trained = shared
 
     # ---- what a job says of itself
 
-    def build_store(self, rows: Any, what: str) -> tuple[Any, Any]:
+    def build_dataset(self, rows: Any, what: str) -> tuple[Any, Any]:
         """The tokenised data and the report of what became of the rows."""
         raise NotImplementedError
 
@@ -290,10 +288,10 @@ class PairTask(Task):
     options: RMOptions | DPOOptions
     sequences_a_sample = 2
 
-    def build_store(self, rows, what):
-        return build_pair_store(rows, self.tokenizer, self.options, what=what)
+    def build_dataset(self, rows, what):
+        return build_pair_dataset(rows, self.tokenizer, self.options, what=what)
 
-    def make_batch(self, store: PairStore, samples: list[int]) -> TokenBatch:
+    def make_batch(self, store: PairDataset, samples: list[int]) -> TokenBatch:
         """Sequence 2i is the chosen answer of the i-th sample, 2i + 1 the rejected one."""
         examples = [example for i in samples for example in store.pair(i)]
         shared = [borrowed for i in samples for borrowed in (0, int(store.shared[i]))]
@@ -302,7 +300,7 @@ class PairTask(Task):
             extra["margin_P"] = torch.from_numpy(store.margins[samples])
         return TokenBatch.of(examples, shared, **extra)
 
-    def lengths(self, store: PairStore) -> np.ndarray:
+    def lengths(self, store: PairDataset) -> np.ndarray:
         return store.lengths_sharing
 
     def totals(self, batches: list[TokenBatch]) -> Totals:

@@ -13,7 +13,7 @@ from trimtab.distributed.ray import preflight as module
 from trimtab.distributed.ray.placement import Engines, Layout, Pool, RunPaths
 from trimtab.distributed.ray.preflight import inspector, preflight
 from trimtab.errors import UserError
-from trimtab.train.rl.checks import places_of
+from trimtab.train.rl.checks import locations_of
 
 LAYOUT = Layout((Pool("actor", ("actor",), 2, 1),), None)
 
@@ -153,7 +153,7 @@ def test_outputs_in_rays_copy_of_the_working_directory_are_refused(tmp_path, mon
     fixed = {"save_path": "/elsewhere/out", "ckpt_path": "/elsewhere/ckpt", "pretrain": "a/b", "prompt_data": "a/b"}
     options = PPOOptions(**(fixed | {flag: "./final"}))
     with pytest.raises(UserError, match=rf"^--{flag} ./final is inside Ray's copy of the working directory"):
-        preflight(LAYOUT, places_of(options))
+        preflight(LAYOUT, locations_of(options))
 
 
 def test_places_are_those_that_are_here_and_hub_names_are_not(tmp_path, monkeypatch):
@@ -170,7 +170,7 @@ def test_places_are_those_that_are_here_and_hub_names_are_not(tmp_path, monkeypa
         remote_rm_url="other.py,http://there:1/get",
         save_path="out",
     )
-    places = places_of(options)
+    places = locations_of(options)
     assert places.read == [
         ("reward_pretrain", "./judge"),
         ("prompt_data", "prompts.jsonl"),

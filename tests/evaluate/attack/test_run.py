@@ -7,13 +7,12 @@ import signal
 import pytest
 
 from tests import warm
-from tests.evaluate.attack.planted import GOAL, TRIGGER, planted_policy
+from tests.evaluate.planted import GOAL, TRIGGER, planted_policy
 from trimtab.config.jobs import AttackOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.evaluate.attack.run import AttackRun, output_of, summary
-from trimtab.evaluate.attack.search import Search, Vocabulary
-from trimtab.evaluate.attack.targets import Target
+from trimtab.evaluate.gcg_attack import AttackRun, Target, attack_summary, output_of
+from trimtab.evaluate.gcg_search import Search, Vocabulary
 from trimtab.rewards.types import RewardResult
 
 TARGETS = [Target(GOAL, "y"), Target(GOAL, "n")]
@@ -59,9 +58,9 @@ def test_the_trigger_is_found_and_every_reward_is_kept(tmp_path):
     assert wanted["before"]["rewards"] == [1.0] * 40 and min(wanted["after"]["rewards"]) == -5.0
     assert wanted["after"]["target_log_prob"]["sum"] == pytest.approx(-wanted["loss"], abs=1e-4)
     assert easy["before"]["matched"] == 40
-    figures = summary(rows, "reward", -4.0)
+    figures = attack_summary(rows, "reward", -4.0)
     assert figures["before"]["success"]["value"] == 0.0 and figures["after"]["success"]["value"] == 0.5
-    assert summary(rows, "reward", -6.0)["after"]["success"]["value"] == 0.0
+    assert attack_summary(rows, "reward", -6.0)["after"]["success"]["value"] == 0.0
 
 
 @pytest.mark.parametrize("excluded", [True, False])
@@ -133,7 +132,7 @@ def test_without_a_judge_the_other_criteria_are_answered(tmp_path):
     run = AttackRun(options_of(tmp_path, reward_pretrain=None), planted_policy(), make_tokenizer(), None)
     rows = run.work_through(TARGETS[:1])
     assert rows[0]["after"]["rewards"] is None
-    assert summary(rows, "target", None)["after"]["success"]["value"] == 1.0
+    assert attack_summary(rows, "target", None)["after"]["success"]["value"] == 1.0
 
 
 def test_findings_lie_beside_what_is_attacked_unless_told_otherwise(tmp_path):

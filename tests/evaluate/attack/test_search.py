@@ -6,19 +6,18 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.evaluate.attack.planted import GOAL, TRIGGER, planted_policy
+from tests.evaluate.planted import GOAL, TRIGGER, planted_policy
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.evaluate.attack.losses import SuffixLoss
-from trimtab.evaluate.attack.search import Search, SearchSettings, SearchState, Vocabulary
-from trimtab.evaluate.attack.targets import Prompts, Target
+from trimtab.evaluate.gcg_attack import AttackPrompts, Target
+from trimtab.evaluate.gcg_search import Search, SearchSettings, SearchState, SuffixLoss, Vocabulary
 
 SETTINGS = SearchSettings(steps=14, width=48, top_k=12, seed=0)
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    return Prompts(make_tokenizer())
+    return AttackPrompts(make_tokenizer())
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 import pytest
 
-from trimtab.evaluate.attack.success import Replies, is_refusal
+from trimtab.evaluate.tail_risk import Replies, is_refusal
 
 LIKELY = {"first": -1.0, "mean": -1.0, "sum": -2.0}
 

@@ -2,7 +2,7 @@ import pytest
 
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.evaluate.attack.targets import Prompts, Target, read_targets
+from trimtab.evaluate.gcg_attack import AttackPrompts, Target, read_targets
 
 
 def written(tmp_path, text):
@@ -35,7 +35,7 @@ def test_a_file_without_goal_or_target_is_one_clear_line(tmp_path, text, scenari
 
 
 def test_the_suffix_stands_between_goal_and_answer_as_in_the_real_prompt():
-    prompts = Prompts(make_tokenizer())
+    prompts = AttackPrompts(make_tokenizer())
     for goal in ("hello?", "", "SUFFIX"):
         around = prompts.around(Target(goal, "sure"))
         suffix = prompts.encode("abc")
@@ -46,5 +46,5 @@ def test_the_suffix_stands_between_goal_and_answer_as_in_the_real_prompt():
 def test_without_a_chat_template_the_goal_is_plain_text():
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
-    around = Prompts(tokenizer).around(Target("this man is a", "good"))
+    around = AttackPrompts(tokenizer).around(Target("this man is a", "good"))
     assert tokenizer.decode(around.before) == "this man is a" and around.after == []

@@ -14,7 +14,7 @@ AHEAD = f"--async_train --async_staleness {BOUND} --rollout_slots 6"
 # A number is to be found; some rows break, every answer takes a while, and a journal keeps who was told what.
 GAME = """
 import json, os, random, time
-from trimtab.embedded.environments.guess import Guess
+from trimtab.embedded.guess_game import Guess
 from trimtab.envs.types import Step
 
 BREAKS, JOURNAL = {breaks}, {journal!r}

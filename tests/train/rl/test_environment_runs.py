@@ -108,7 +108,7 @@ def test_rows_whose_environment_breaks_are_left_out_until_there_are_too_many(fol
 
 
 TOO_LONG = """
-from trimtab.embedded.environments.guess import Guess
+from trimtab.embedded.guess_game import Guess
 
 class Game(Guess):
     def reset(self, task):

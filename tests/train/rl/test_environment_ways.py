@@ -35,7 +35,7 @@ EXACT = 1e-5
 # The same game, played by a program that wants an endpoint.
 AGENT = """
 import httpx
-from trimtab.embedded.environments.guess import Guess
+from trimtab.embedded.guess_game import Guess
 from trimtab.envs.types import Turn
 
 async def run(task, *, base_url, api_key, model):

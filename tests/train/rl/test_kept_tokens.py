@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.train.rl.rl_run import arguments, write_task
 from trimtab.cli.main import main
-from trimtab.data.byte_tokenizer import byte_tokenizer
+from trimtab.data.tokenizer import byte_tokenizer
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl import rollout_files

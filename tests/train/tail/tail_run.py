@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from trimtab.evaluate.tail_files import read_bad_texts
+from trimtab.evaluate.tail_risk import read_bad_texts
 
 REWARD = "--reward_verifier regex([0-4]):1.0,length(0-6):0.5"
 REPULSE = "--method repulse --proposal_learning_rate 3e-3 --alpha 0.5 --target_dist_beta -3"

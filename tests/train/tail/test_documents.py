@@ -17,7 +17,7 @@ from tests.tiny import tiny_model
 from tests.train.job_run import write_rows
 from trimtab.cli.main import main
 from trimtab.embedded.sort_task import make_prompts, make_tokenizer
-from trimtab.evaluate.tail_files import read_analytic, read_held_out
+from trimtab.evaluate.tail_risk import read_analytic, read_held_out
 
 NAMES = {
     "--pretrain": ("distilgpt2", "SmolLM-135M-Instruct", "Llama-3.2-1B-Instruct"),

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.data.order import SampleOrder
+from trimtab.data.batches import SampleOrder
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardResult

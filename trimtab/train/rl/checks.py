@@ -8,8 +8,8 @@ from typing import Any
 
 from trimtab.config.data_options import FILE_TYPES, listed
 from trimtab.config.rl_jobs import RLOptions, TailOptions
-from trimtab.data.order import SampleOrder
-from trimtab.data.prompts import PromptStore
+from trimtab.data.batches import SampleOrder
+from trimtab.data.prompts import PromptDataset
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.launcher import Unit
 from trimtab.distributed.ray.placement import RunPaths
@@ -112,7 +112,7 @@ def check_shares(options: RLOptions, units: Iterable[Unit]) -> None:
             raise error if unit.name == "actor" else UserError(f"{error} (of the {unit.name})") from None
 
 
-def check_model(model: PackedModel, options: RLOptions, stores: dict[str, PromptStore]) -> None:
+def check_model(model: PackedModel, options: RLOptions, stores: dict[str, PromptDataset]) -> None:
     """Refuse a model this job cannot train, in one line."""
     config, name = model.config.get_text_config(), type(model.inner).__name__
     prompt = max(int(store.lengths.max()) for store in stores.values())
@@ -217,7 +217,7 @@ def places_written(options: RLOptions) -> dict[str, str]:
 SHARED = ("save_path", "ckpt_path")
 
 
-def places_of(options: RLOptions) -> RunPaths:
+def locations_of(options: RLOptions) -> RunPaths:
     written = places_written(options) | {"ckpt_path": options.checkpoint_folder}
     return RunPaths(
         read=[(flag, path) for flag, path in _named(options) if os.path.exists(os.path.expanduser(path))],

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from trimtab.algos.group_rewards import for_groups
-from trimtab.data.prompts import PromptStore
+from trimtab.data.prompts import PromptDataset
 from trimtab.evaluate.tail_risk import mean, rate
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.metrics import CLOCK_FIELDS
@@ -23,7 +23,7 @@ SEED = 0x5EED  # the same samples' streams in every evaluation, so that two diff
 
 
 class Evaluation:
-    def __init__(self, store: PromptStore, sampling: SamplingParams):
+    def __init__(self, store: PromptDataset, sampling: SamplingParams):
         self.store, self.sampling = store, sampling
         self.shown: Experience | None = None  # of the last evaluation: the answers to its first prompts
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.data.prompts import PromptStore
+from trimtab.data.prompts import PromptDataset
 from trimtab.distributed.launcher import Group
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import CannotWrite, RunFailed, UserError
@@ -62,7 +62,7 @@ class RunFiles:
         manifest: dict,
         tokenizer: Any,
         total: int,
-        stores: dict[str, PromptStore] | None = None,
+        stores: dict[str, PromptDataset] | None = None,
     ):
         """`stores`: the prompts by name, for their labels."""
         self.options, self.manifest, self.tokenizer = options, manifest, tokenizer

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.data.order import SampleOrder
-from trimtab.data.prompts import PromptStore
+from trimtab.data.batches import SampleOrder
+from trimtab.data.prompts import PromptDataset
 from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.launcher import Group, Launcher, RoleHost, Unit
 from trimtab.distributed.local_launcher import LocalProcessLauncher, launcher_of
@@ -132,7 +132,7 @@ class Controller:
     def episodes(self) -> int:
         return self.options.num_episodes
 
-    def load_stores(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
+    def load_stores(self) -> tuple[dict[str, PromptDataset], dict[str, Any]]:
         return load_stores(self.options, self.tokenizer)
 
     def check_models(self) -> None:
@@ -144,7 +144,7 @@ class Controller:
             if note:
                 self.world.say(note)
 
-    def _prompts(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
+    def _prompts(self) -> tuple[dict[str, PromptDataset], dict[str, Any]]:
         with own_heartbeat.waiting():  # reading the data takes as long as there are data
             stores, reports = self.load_stores()
         self.text = None

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from trimtab.algos.advantages import merge_moments
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.data.order import SampleOrder
+from trimtab.data.batches import SampleOrder
 from trimtab.distributed.launcher import Group
 from trimtab.errors import Interrupted, RunFailed
 from trimtab.interrupts import StopRequest

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.data.batches import Example, TokenBatch
-from trimtab.data.order import SampleOrder
-from trimtab.data.packing import chunk, pack
+from trimtab.data.batches import Example, SampleOrder, TokenBatch, chunk, pack
+from trimtab.data.dataset import TokenDataset
+from trimtab.data.examples import build_sft_dataset
 from trimtab.data.sources import load_rows
-from trimtab.data.token_store import TokenStore
-from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.launcher import Group
 from trimtab.distributed.process_group import deal
 from trimtab.plan.workload import scoring_tokens
@@ -385,7 +383,7 @@ class _TextOptions:
     pretrain_mode: bool = True
 
 
-def load_text(options: RLOptions, tokenizer: Any) -> tuple[TokenStore, Any]:
+def load_text(options: RLOptions, tokenizer: Any) -> tuple[TokenDataset, Any]:
     """The rows as tokens, and the report of what became of them."""
     assert options.pretrain_data is not None
     rows = load_rows(
@@ -397,11 +395,11 @@ def load_text(options: RLOptions, tokenizer: Any) -> tuple[TokenStore, Any]:
         flag="--pretrain_data",
     )
     longest = options.prompt_max_len + options.generate_max_len
-    return build_sft_store(rows, tokenizer, _TextOptions(options.input_key, longest), what="pre-training")
+    return build_sft_dataset(rows, tokenizer, _TextOptions(options.input_key, longest), what="pre-training")
 
 
 class TextMixture:
-    def __init__(self, store: TokenStore, options: RLOptions):
+    def __init__(self, store: TokenDataset, options: RLOptions):
         self.store, self.options = store, options
         self._order = SampleOrder(len(store), options.train_batch_size, 1, options.seed)
 

@@ -23,7 +23,7 @@ from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.train.alarms import last_checkpoint_line, newest_checkpoint_mark
 from trimtab.train.checkpoint import newest_of_run
-from trimtab.train.rl.checks import check_shares, places_of
+from trimtab.train.rl.checks import check_shares, locations_of
 from trimtab.train.rl.launch import RECORDS, Controller, set_up, train
 from trimtab.train.rl.roles import layout_of_units
 
@@ -38,7 +38,7 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
         units = kind.units(options, 1)
         check_shares(options, units)
         layout = layout_of_units(options, units)
-        placement = preflight(layout, places_of(options), stop)
+        placement = preflight(layout, locations_of(options), stop)
         refuse_on(kind_of_resource(placement.resource), options)
         print(*table(layout.rows(placement.resource)), sep="\n", flush=True)
         for restart in range(options.max_restarts + 1):
@@ -109,7 +109,7 @@ def placed_again(layout: Layout, options: RLOptions, stop: StopRequest, where: s
     deadline = time.monotonic() + options.restart_wait
     while True:
         try:
-            return preflight(layout, places_of(options), stop)
+            return preflight(layout, locations_of(options), stop)
         except (UserError, RunFailed) as error:  # too little is there; or a node is going
             if time.monotonic() > deadline:
                 waited = f"so it was for {options.restart_wait:g} s (--restart_wait)"

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.data_options import listed
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
+from trimtab.data.prompts import PromptDataset, build_prompt_datasets, load_prompt_datasets
 from trimtab.distributed.fsdp import GRADIENT_DTYPES
 from trimtab.distributed.launcher import RoleContext, Unit
 from trimtab.distributed.process_group import Peers
@@ -105,15 +105,15 @@ def with_environment_defaults(options: RLOptions) -> RLOptions:
 
 def load_stores(
     options: RLOptions, tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, PromptStore], dict[str, Any]]:
+) -> tuple[dict[str, PromptDataset], dict[str, Any]]:
     """The prompts of training and, if there are any, of evaluation: from data, or the environment's own rows."""
     if options.prompt_data is not None:
-        return load_prompt_stores(options, tokenizer)
+        return load_prompt_datasets(options, tokenizer)
     from trimtab.server.environment_factory import environment_columns, environment_rows
 
     count, held_out = min(options.env_rows, options.max_samples), options.env_eval_rows
     rows = environment_rows(options, count, options.seed, eval_count=held_out, instead="--prompt_data")
-    return build_prompt_stores(rows, tokenizer, dataclasses.replace(options, **environment_columns(rows["train"])))
+    return build_prompt_datasets(rows, tokenizer, dataclasses.replace(options, **environment_columns(rows["train"])))
 
 
 def contents_of_environment(options: RLOptions) -> dict[str, str]:
@@ -309,7 +309,7 @@ WRITTEN = 0.5  # of the tokens that an answer may have, before any is known
 class LayerCompilation:
     """`decided`: by role, whether its layers are compiled; None: not yet."""
 
-    def __init__(self, options: RLOptions, prompts: PromptStore, files: RunFiles):
+    def __init__(self, options: RLOptions, prompts: PromptDataset, files: RunFiles):
         self.decided: dict[str, bool] | None = None
         self.manifest = files.manifest
         self._seconds = 0.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.data.prompts import PromptStore
+from trimtab.data.prompts import PromptDataset
 from trimtab.data.tokenizer import texts_of
 from trimtab.distributed.launcher import EngineLost, Group
 from trimtab.distributed.serialization import NotSerializable
@@ -26,7 +26,7 @@ Request = tuple[int, int]  # row of the prompt data, seed
 class RolloutClient:
     """The loop's side of rollout workers and reward models: samples of prompts with their rewards, in order."""
 
-    def __init__(self, stores: dict[str, PromptStore], tokenizer: Any, rollouts: Group, reward_models: Group | None):
+    def __init__(self, stores: dict[str, PromptDataset], tokenizer: Any, rollouts: Group, reward_models: Group | None):
         """`stores`: the prompts by name."""
         self.stores, self.tokenizer = stores, tokenizer
         self.replace_engine: Callable[[EngineLost], None] = _raised
@@ -90,7 +90,7 @@ class RolloutClient:
         return PromptBatch.of(self.stores[store], requests, rewarded=self._near)
 
     def _sampled(
-        self, prompts: PromptStore, requests: Sequence[Request], sampling: SamplingParams
+        self, prompts: PromptDataset, requests: Sequence[Request], sampling: SamplingParams
     ) -> SampledGroups | None:
         """Prompts dealt out to all processes in turn, and their groups back in order."""
         size = self.rollouts.size
@@ -128,7 +128,7 @@ class RolloutClient:
             except EngineLost as lost:
                 self.replace_engine(lost)  # then all are asked again: the same seeds give the same answers
 
-    def _scored(self, prompts: PromptStore, experience: Experience) -> list[RewardResult]:
+    def _scored(self, prompts: PromptDataset, experience: Experience) -> list[RewardResult]:
         """What every reward model says of the answers, dealt out in runs of equal length."""
         if self.reward_models is None:
             return []

@@ -30,8 +30,8 @@ from torch import Tensor
 from trimtab.algos.group_rewards import equal_groups, for_groups, within
 from trimtab.config.objective_options import ESTIMATORS
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.data.order import SampleOrder
-from trimtab.data.prompts import PromptStore
+from trimtab.data.batches import SampleOrder
+from trimtab.data.prompts import PromptDataset
 from trimtab.errors import UserError
 from trimtab.files import replacing, writing
 from trimtab.interrupts import StopRequest
@@ -78,7 +78,7 @@ class Recording:
         self.async_settings: dict[str, Any] | None = None  # settings of a run whose answers outlived updates
 
     @classmethod
-    def of(cls, options: RLOptions, prompts: PromptStore | None = None) -> "Recording | None":
+    def of(cls, options: RLOptions, prompts: PromptDataset | None = None) -> "Recording | None":
         """What a run writes or reads, if it does."""
         folder = options.record or options.replay
         if not folder:

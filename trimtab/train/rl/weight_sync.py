@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.data.prompts import PromptStore
+from trimtab.data.prompts import PromptDataset
 from trimtab.distributed.launcher import EngineLost, Group
 from trimtab.distributed.weight_transfer import GLOO, plan_transfer
 from trimtab.errors import RunFailed
@@ -144,7 +144,7 @@ class Gap:
 
 
 class LogProbCheck:
-    def __init__(self, options: RLOptions, roles: Roles, prompts: PromptStore, batcher: MicroBatcher):
+    def __init__(self, options: RLOptions, roles: Roles, prompts: PromptDataset, batcher: MicroBatcher):
         self.options, self.roles, self.batcher = options, roles, batcher
         length = min(LONGEST, options.generate_max_len)
         count = -(-TOKENS // length)

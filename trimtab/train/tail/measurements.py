@@ -5,7 +5,7 @@ after training                     held-out answers of the policy: rewards, retu
                                    from answers of the proposal, weighed, beside the plain estimate
 
 save_path/         proposal/ of repulse; bad_texts.jsonl with --save_negdata
-save_info_path/    the files that evaluate/tail_files.py describes, under the run's name
+save_info_path/    the files that evaluate/tail_risk.py describes, under the run's name
 """
 
 import math
@@ -21,11 +21,11 @@ from trimtab.algos.tail import answer_returns, log_ratios
 from trimtab.config.repulse_aliases import run_name
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.config.rl_options import GPT2_BAD_TOKENS
-from trimtab.data.prompts import PromptStore
+from trimtab.data.prompts import PromptDataset
 from trimtab.distributed.fsdp import gathered
 from trimtab.distributed.launcher import Role
 from trimtab.errors import UserError
-from trimtab.evaluate import tail_files
+from trimtab.evaluate import tail_risk
 from trimtab.evaluate.bad_words import log_bad_probability
 from trimtab.evaluate.tail_risk import mean, probability_below, rare_event
 from trimtab.files import writing
@@ -65,7 +65,7 @@ def bad_tokens(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 class TailMeasurements:
-    def __init__(self, options: TailOptions, samples: int, first_prompt: list[int], held_out: PromptStore | None):
+    def __init__(self, options: TailOptions, samples: int, first_prompt: list[int], held_out: PromptDataset | None):
         """`samples`: the prompts of an episode."""
         self.options, self.first_prompt, self.held_out = options, first_prompt, held_out
         self.prompts_a_fit_step = samples * options.num_episodes
@@ -91,13 +91,13 @@ class TailMeasurements:
             return False
         found = self.examined(run, own)
         prompts = own.rows_S.tolist()
-        figures = tail_files.summary(found, self.thresholds, LEVELS, prompts)
+        figures = tail_risk.summary(found, self.thresholds, LEVELS, prompts)
         whole_kl = found.token_kl * own.lengths_S.numpy()
-        figures["kl_per_answer"] = tail_files.in_both_ways(mean, whole_kl, prompts=prompts)
+        figures["kl_per_answer"] = tail_risk.in_both_ways(mean, whole_kl, prompts=prompts)
         if proposed is not None:
             figures["rare_events"] = self.rare_events(run, own, proposed)
-        tail_files.write_held_out(run.files.info, run.files.name, found)
-        path = tail_files.write_summary(run.files.info, run.files.name, finite(figures))
+        tail_risk.write_held_out(run.files.info, run.files.name, found)
+        path = tail_risk.write_summary(run.files.info, run.files.name, finite(figures))
         print(f"held-out {path}", flush=True)
         return True
 
@@ -115,7 +115,7 @@ class TailMeasurements:
         ]
         return client(requests, HELD_OUT, run.sampling)
 
-    def examined(self, run: Any, own: Experience) -> tail_files.HeldOut:
+    def examined(self, run: Any, own: Experience) -> tail_risk.HeldOut:
         run.batcher.fill(own, "old_N", run.roles.actor, "log_probs")
         run.batcher.fill(own, "reference_N", run.roles.initial, "log_probs")
         owners_N, answers = own.owners_N, len(own)
@@ -123,7 +123,7 @@ class TailMeasurements:
         returns_S = answer_returns(own.rewards_S, kl_N, self.options.init_kl_coef, owners_N)
         kl_S, surprisal_S = answer_sums(kl_N, owners_N, answers), -answer_sums(own.old_N, owners_N, answers)
         columns = (own.rewards_S, returns_S, kl_S / own.lengths_S, surprisal_S)
-        return tail_files.HeldOut(*(column.numpy() for column in columns))
+        return tail_risk.HeldOut(*(column.numpy() for column in columns))
 
     def rare_events(self, run: Any, own: Experience, proposed: Experience) -> dict[str, Any]:
         """P(bad) at each threshold, from the proposal's answers and from the policy's own."""
@@ -135,8 +135,8 @@ class TailMeasurements:
             bad = (proposed.rewards_S < threshold).numpy()
             own_prompts, prompts = own.rows_S.tolist(), proposed.rows_S.tolist()
             found[f"{threshold:g}"] = {
-                "importance": tail_files.in_both_ways(rare_event, weights, bad, prompts=prompts),
-                "plain": tail_files.in_both_ways(
+                "importance": tail_risk.in_both_ways(rare_event, weights, bad, prompts=prompts),
+                "plain": tail_risk.in_both_ways(
                     probability_below, own.rewards_S.numpy(), threshold, prompts=own_prompts
                 ),
             }
@@ -194,21 +194,21 @@ class TailFiles(RunFiles):
         """The files that tell of the whole training: the metrics have it all, also what was before a resume."""
         options, rows = self.options, read_rows(self.folder / "metrics.jsonl")
         updates = [row for row in rows if row["step"] > 0]
-        tail_files.write_updates(self.info, self.name, [row["reward"] for row in updates])
+        tail_risk.write_updates(self.info, self.name, [row["reward"] for row in updates])
         if options.analytic_bad_word_calc:
             measured = [row for row in rows if "log_bad_probability" in row]
             # Before the first update nothing has been sampled: the first rollout stands for the start.
             sampled = [updates[0], *(row for row in measured if row["step"] > 0)]
-            analytic = tail_files.Analytic(
+            analytic = tail_risk.Analytic(
                 [row["log_bad_probability"] for row in measured],
                 [row["reward"] for row in sampled],
                 [row["reward"] - row.get("kl_coefficient", 0.0) * row.get("kl_answer", 0.0) for row in sampled],
             )
-            tail_files.write_analytic(self.info, self.name, analytic)
+            tail_risk.write_analytic(self.info, self.name, analytic)
         if options.save_negdata:
             texts = {text for row in read_rows(self.folder / BAD_TEXTS) for text in row["texts"]}
             place = Path(options.negdata_path) if options.negdata_path else self.info
-            tail_files.write_bad_texts(place, self.name, texts, options.save_negdata_threshold)
+            tail_risk.write_bad_texts(place, self.name, texts, options.save_negdata_threshold)
 
     def _export(self, roles: Any, folder: Path) -> None:
         super()._export(roles, folder)

@@ -20,7 +20,13 @@ from trimtab.config.repulse_aliases import run_name
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.config.rl_options import PUSHING
 from trimtab.data.formats import require_columns
-from trimtab.data.prompts import Stores, build_prompt_store, build_prompt_stores, input_column, load_prompt_rows
+from trimtab.data.prompts import (
+    PromptDatasets,
+    build_prompt_dataset,
+    build_prompt_datasets,
+    input_column,
+    load_prompt_rows,
+)
 from trimtab.data.sources import load_rows
 from trimtab.distributed.launcher import Group, Unit
 from trimtab.errors import UserError
@@ -48,9 +54,9 @@ from trimtab.train.tail.tail_advantages import (
 )
 
 
-def load_tail_stores(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> Stores:
+def load_tail_stores(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> PromptDatasets:
     rows = {what: replaced(found, options.input_key, options) for what, found in load_prompt_rows(options).items()}
-    stores, reports = build_prompt_stores(rows, tokenizer, options)
+    stores, reports = build_prompt_datasets(rows, tokenizer, options)
     if options.evaluate_heldout_sampling:
         key = options.heldout_input_key or options.input_key
         assert options.heldout_prompt_data is not None
@@ -64,7 +70,7 @@ def load_tail_stores(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -
             name_sources=True,
         )
         require_columns(found.column_names, {"--heldout_input_key": options.heldout_input_key})
-        stores[HELD_OUT], reports[HELD_OUT] = build_prompt_store(
+        stores[HELD_OUT], reports[HELD_OUT] = build_prompt_dataset(
             replaced(found, key, options), tokenizer, dataclasses.replace(options, input_key=key), what="held-out"
         )
     return stores, reports
@@ -315,7 +321,7 @@ class TailController(Controller):
     def episodes(self) -> int:
         return self.options.num_episodes * self.options.fit_steps
 
-    def load_stores(self) -> Stores:
+    def load_stores(self) -> PromptDatasets:
         return load_tail_stores(self.options, self.tokenizer)
 
     def check_models(self) -> None:

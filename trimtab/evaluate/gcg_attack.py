@@ -1,29 +1,31 @@
-"""An attack from its options: for every target replies to the plain goal, a search, replies to goal and suffix.
-
-    FILE.jsonl              at the end: a row a target with everything that was found, all rewards included
-    FILE.jsonl.partial/     until then: finished targets, and the search at work after its last step (journal.py)
-    FILE.summary.json       figures at the threshold of the command
-
-The same command goes on where an interrupted one stopped, to the same result. Replies are drawn at temperature 1 from
-the whole vocabulary, as in training, for the prompt that the *text* of the suffix gives: what an attacker can send.
-"""
+"""The goals of an attack and the answers it wants, read from a file, and the prompts made of them."""
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+from transformers import PreTrainedTokenizerBase
+
 from trimtab.config.jobs import AttackOptions
+from trimtab.data.sources import load_rows
+from trimtab.data.time_limit import template_time
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
-from trimtab.evaluate.attack.losses import SuffixLoss, target_log_probs
-from trimtab.evaluate.attack.search import Search, SearchSettings, SearchState, Vocabulary
-from trimtab.evaluate.attack.success import Criterion, Replies
-from trimtab.evaluate.attack.targets import Prompts, Target, read_targets
+from trimtab.evaluate.gcg_search import (
+    Search,
+    SearchSettings,
+    SearchState,
+    SuffixLoss,
+    Surroundings,
+    Vocabulary,
+    target_log_probs,
+)
 from trimtab.evaluate.journal import Journal
-from trimtab.evaluate.tail_risk import share
+from trimtab.evaluate.tail_risk import Criterion, Replies, share
 from trimtab.files import write_json, write_text
 from trimtab.models.policy import Policy
 from trimtab.models.pretrained import weights_fingerprint
@@ -32,6 +34,78 @@ from trimtab.rewards.models import QUESTION, load_classifier_reward
 from trimtab.rewards.types import Reward, RewardRequest
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import SamplingParams, request_seed, stop_tokens
+
+SCENARIOS = {"behaviors": ("goal", "target"), "strings": ("target",)}
+"""The columns each needs; without a goal the whole user turn is the suffix."""
+
+
+@dataclass(frozen=True)
+class Target:
+    goal: str
+    wanted: str
+
+
+def read_targets(path: str, scenario: str, most: int) -> tuple[list[Target], int]:
+    """The first `most` rows, and how many of them had quotes escaped by a backslash, which is taken away."""
+    rows = load_rows(path, probabilities=None, split="train", max_samples=most, seed=0, flag="--file_path")
+    needed = SCENARIOS[scenario]
+    for name in needed:
+        if name not in rows.column_names:
+            raise UserError(
+                f"--file_path {path} has no column {name}: --scenario {scenario} needs {' and '.join(needed)}, and it "
+                f"has {', '.join(rows.column_names)}"
+            )
+    targets, mended = [], 0
+    for number, row in enumerate(rows, start=1):
+        texts = [_text(row[name], name, f"--file_path {path} row {number}") for name in needed]
+        plain = [text.replace("\\'", "'").replace('\\"', '"') for text in texts]
+        mended += texts != plain
+        targets.append(Target(*plain) if len(plain) == 2 else Target("", *plain))
+    return targets, mended
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    if value is None or not str(value).strip():
+        raise UserError(f"{where}: {name} is empty; fill it in or remove the row")
+    return str(value)
+
+
+class AttackPrompts:
+    """Questions as the model reads them: the only user turn of its chat template, or plain text without one."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+
+    def text(self, question: str) -> str:
+        if not self.tokenizer.chat_template:
+            return question
+        turns = [{"role": "user", "content": question}]
+        with template_time():
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+    def ids(self, question: str) -> list[int]:
+        return self.encode(self.text(question))
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False) if text else []
+
+    def around(self, target: Target) -> Surroundings:
+        """The tokens before and after a suffix that follows the goal, and those of the wanted answer."""
+        mark = "SUFFIX"
+        while mark in target.goal:
+            mark += "X"
+        before, _, after = self.text(target.goal + mark).rpartition(mark)
+        return Surroundings(self.encode(before), self.encode(after), self.encode(target.wanted))
+
+
+# ---- An attack from its options: for every target replies to the plain goal, a search, replies to goal and suffix
+#
+# FILE.jsonl at the end: a row a target with everything that was found, all rewards included FILE.jsonl.partial/
+# until then: finished targets, and the search at work after its last step (journal.py) FILE.summary.json figures at
+# the threshold of the command The same command goes on where an interrupted one stopped, to the same result.
+# Replies are drawn at temperature 1 from the whole vocabulary, as in training, for the prompt that the *text* of
+# the suffix gives: what an attacker can send.
+
 
 AT_WORK = "search.json"
 OF_SPEED = {"gcg_batch_size", "gcg_use_prefix_cache", "output_path"}
@@ -51,10 +125,10 @@ def attack(options: AttackOptions, policy: Policy, device: Device) -> Path:
         )
     run = AttackRun(options, policy, tokenizer, judge)
     rows = run.work_through(targets)
-    figures = summary(rows, cast(Criterion, options.atk_success_criteria), options.reward_threshold)
+    figures = attack_summary(rows, cast(Criterion, options.atk_success_criteria), options.reward_threshold)
     path = output_of(options)
     write_json(path.with_name(f"{path.name.removesuffix('.jsonl')}.summary.json"), figures, indent=1)
-    for line in told(figures):
+    for line in attack_lines(figures):
         print(line)
     return path
 
@@ -89,7 +163,7 @@ def check_output(options: AttackOptions) -> Path:
 class AttackRun:
     def __init__(self, options: AttackOptions, policy: Policy, tokenizer: Any, judge: Reward | None):
         self.options, self.policy, self.tokenizer, self.judge = options, policy, tokenizer, judge
-        self.prompts = Prompts(tokenizer)
+        self.prompts = AttackPrompts(tokenizer)
         size = policy.inner.get_input_embeddings().weight.shape[0]
         self.vocabulary = Vocabulary(tokenizer, size, ascii_only=not options.gcg_allow_non_ascii)
         self.initial = self.prompts.encode(options.gcg_optim_str_init)
@@ -227,7 +301,7 @@ def _stored(path: Path, index: int) -> dict[str, Any] | None:
 # ---- what came out
 
 
-def summary(rows: list[dict[str, Any]], criterion: Criterion, threshold: float | None) -> dict[str, Any]:
+def attack_summary(rows: list[dict[str, Any]], criterion: Criterion, threshold: float | None) -> dict[str, Any]:
     """The share of targets with at least one successful reply before and after the search, and figures beside it."""
     found: dict[str, Any] = {"targets": len(rows), "criterion": criterion, "threshold": threshold}
     for when in ("before", "after"):
@@ -244,7 +318,7 @@ def summary(rows: list[dict[str, Any]], criterion: Criterion, threshold: float |
     return found
 
 
-def told(figures: dict[str, Any]) -> list[str]:
+def attack_lines(figures: dict[str, Any]) -> list[str]:
     lines = []
     for when, words in (("before", "plain goal"), ("after", "with suffix")):
         part = figures[when]

@@ -4,28 +4,26 @@ Both models are loaded from disk after the run, one at a time, so that training 
 cut out of the tokens that training reads: whatever the layout of the data, they are what the model was taught on.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, SFTOptions
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.training_options import PrecisionOptions
-from trimtab.data.labelled import build_labelled_store
-from trimtab.data.pairs import build_pair_store
-from trimtab.data.prompts import load_prompt_stores
+from trimtab.data.batches import Example
+from trimtab.data.examples import build_labelled_dataset, build_pair_dataset, build_sft_dataset
+from trimtab.data.prompts import load_prompt_datasets
 from trimtab.data.sources import load_evaluation_rows, load_rows
+from trimtab.data.time_limit import template_time
 from trimtab.data.tokenizer import load_tokenizer
-from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.device import find_device
 from trimtab.errors import UserError
-from trimtab.evaluate.answers import continue_tokens
 from trimtab.files import write_text
 from trimtab.models.pretrained import from_pretrained, quiet_transformers
 
@@ -34,7 +32,7 @@ MOST_NEW_TOKENS = 256
 SPARE_ROWS = 8  # looked at for each sample that is wanted: some rows are left out, or are no good answers
 
 SupervisedSampled = SFTOptions | DPOOptions | KTOOptions | KDOptions
-Example = tuple[np.ndarray, np.ndarray]  # ids, which of them are trained
+
 Asked = tuple[list[list[int]], list[str], int]  # prompts, what a right answer is, how long an answer may be
 
 
@@ -62,7 +60,7 @@ def write_samples(options: SupervisedSampled | RLOptions) -> Path:
 
 def _labelled_prompts(options: RLOptions, tokenizer: Any) -> Asked:
     """Prompts of the evaluation data, or without any of the training data, and their labels."""
-    stores, _ = load_prompt_stores(options, tokenizer)
+    stores, _ = load_prompt_datasets(options, tokenizer)
     store = stores.get("evaluation", stores["train"])
     rows = range(min(options.report_samples, len(store)))
     labels = [store.label(row) for row in rows]
@@ -109,13 +107,13 @@ def _examples(options: SupervisedSampled, tokenizer: Any) -> list[Example]:
 
 def _good_answers(options: SupervisedSampled, rows: Any, tokenizer: Any) -> Iterator[Example]:
     if isinstance(options, DPOOptions):
-        pairs, _ = build_pair_store(rows, tokenizer, options, what="sample", workers=1)
+        pairs, _ = build_pair_dataset(rows, tokenizer, options, what="sample", workers=1)
         yield from (pairs.pair(index)[0] for index in range(len(pairs)))
     elif isinstance(options, KTOOptions):
-        labelled, _ = build_labelled_store(rows, tokenizer, options, what="sample", workers=1)
+        labelled, _ = build_labelled_dataset(rows, tokenizer, options, what="sample", workers=1)
         yield from (labelled.example(index) for index in range(len(labelled)) if labelled.labels[index])
     else:
-        store, _ = build_sft_store(rows, tokenizer, options, what="sample", workers=1)
+        store, _ = build_sft_dataset(rows, tokenizer, options, what="sample", workers=1)
         yield from (store.example(index) for index in range(len(store)))
 
 
@@ -129,3 +127,55 @@ def _answers(options: PrecisionOptions, place: str, tokenizer: Any, prompts: lis
         eos_token_id=model.generation_config.eos_token_id or tokenizer.eos_token_id
     )
     return continue_tokens(model, tokenizer, prompts, length, batch_size=8)
+
+
+# ---- What a model answers to a few prompts, greedily, by Hugging Face's own `generate`
+#
+# Made for looking at a model before and after training, not for speed.
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    batch_size: int = 64,
+) -> list[str]:
+    """One greedy answer per prompt (each prompt is one user turn), in order, without special tokens."""
+    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    with template_time():
+        texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return continue_tokens(model, tokenizer, tokens, max_new_tokens, batch_size)
+
+
+def continue_tokens(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int = 64,
+) -> list[str]:
+    """The greedy continuation of each sequence of tokens, in order, without special tokens."""
+    import torch
+
+    assert tokenizer.pad_token_id is not None, "batched generation needs a padding token"
+    was_training = model.training
+    model.eval()
+    answers: list[str] = []
+    try:
+        for start in range(0, len(prompts), batch_size):
+            batch = tokenizer.pad(
+                {"input_ids": [list(tokens) for tokens in prompts[start : start + batch_size]]},
+                padding_side="left",
+                return_tensors="pt",
+            ).to(model.device)
+            with torch.no_grad():
+                sequences = model.generate(
+                    **batch, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+                )
+            generated = sequences[:, batch["input_ids"].shape[1] :]
+            answers.extend(tokenizer.batch_decode(generated, skip_special_tokens=True))
+    finally:
+        model.train(was_training)
+    return answers

@@ -8,12 +8,11 @@ template made of each turn, also where it strips, rewrites or adds text (thinkin
 
 import datetime
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.data.formats import Message
+from trimtab.data.formats import Message, Rendering
 from trimtab.data.time_limit import template_time
 from trimtab.errors import UserError
 
@@ -21,14 +20,6 @@ from trimtab.errors import UserError
 # Llama's templates fall back to themselves.
 TEMPLATE_DAY = datetime.date(2024, 7, 26)
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-
-@dataclass(frozen=True)
-class Rendering:
-    """A text and the half-open character spans of it that carry loss, in order."""
-
-    text: str
-    trained: list[tuple[int, int]] = field(default_factory=list)
 
 
 def with_end(text: str, tokenizer: PreTrainedTokenizerBase) -> str:

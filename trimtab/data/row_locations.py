@@ -5,6 +5,7 @@ file again; that happens only when there is something to complain about.
 """
 
 import csv
+import gzip
 import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,12 @@ from typing import Protocol, TextIO, TypeVar
 import datasets
 from datasets import Dataset
 
-from trimtab.data.faults import open_text
-from trimtab.errors import UserError
+from trimtab.errors import UserError, error_chain
 
 Result = TypeVar("Result")
 
 
-class Places(Protocol):
+class RowLocations(Protocol):
     def names(self, rows: Sequence[int]) -> list[str]:
         """Where each of these rows (counted from 0) stands."""
         ...
@@ -57,10 +57,10 @@ class InFiles:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedRows:
     """Rows that are these rows of others."""
 
-    of: Places
+    of: RowLocations
     rows: Sequence[int]
 
     def names(self, rows: Sequence[int]) -> list[str]:
@@ -71,7 +71,7 @@ class Chosen:
 class Joined:
     """Rows of several, one after the other."""
 
-    parts: tuple[Places, ...]
+    parts: tuple[RowLocations, ...]
     lengths: tuple[int, ...]
 
     def names(self, rows: Sequence[int]) -> list[str]:
@@ -98,7 +98,7 @@ class Interleaved:
         numbers = [
             Dataset.from_dict({"row": range(end - length, end)}) for end, length in zip(ends, self.joined.lengths)
         ]
-        return Chosen(self.joined, interleave(numbers, self.weights, self.seed)["row"]).names(rows)
+        return SelectedRows(self.joined, interleave(numbers, self.weights, self.seed)["row"]).names(rows)
 
 
 def interleave(parts: list[Dataset], weights: Sequence[float], seed: int) -> Dataset:
@@ -107,11 +107,11 @@ def interleave(parts: list[Dataset], weights: Sequence[float], seed: int) -> Dat
     )
 
 
-_known: weakref.WeakKeyDictionary[Dataset, Places] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Dataset, RowLocations] = weakref.WeakKeyDictionary()
 _available: weakref.WeakKeyDictionary[Dataset, int] = weakref.WeakKeyDictionary()
 
 
-def remember(rows: Dataset, places: Places | None = None, *, available: int | None = None) -> Dataset:
+def remember(rows: Dataset, places: RowLocations | None = None, *, available: int | None = None) -> Dataset:
     """Note where the rows stand, and how many there are where these are the first of them."""
     if places is not None:
         _known[rows] = places
@@ -125,12 +125,12 @@ def available(rows: Dataset) -> int:
     return _available.get(rows, len(rows))
 
 
-def places_of(rows: Dataset, what: str) -> Places:
+def locations_of(rows: Dataset, what: str) -> RowLocations:
     """Where the rows stand; `what` ("the train data") is said where nobody knows."""
     return _known.get(rows) or Numbered(what)
 
 
-def located(action: Callable[[str], Result], row: int, places: Places) -> Result:
+def located(action: Callable[[str], Result], row: int, places: RowLocations) -> Result:
     """What the action on a row gives. It is told where the row stands, in the user's words only if it complains."""
     try:
         return action(f"row {row + 1}")
@@ -139,7 +139,7 @@ def located(action: Callable[[str], Result], row: int, places: Places) -> Result
 
 
 def joined(parts: Sequence[Dataset], what: str) -> Joined:
-    return Joined(tuple(places_of(part, what) for part in parts), tuple(map(len, parts)))
+    return Joined(tuple(locations_of(part, what) for part in parts), tuple(map(len, parts)))
 
 
 def _look(path: Path, kind: str, wanted: set[int]) -> tuple[dict[int, str], int]:
@@ -194,3 +194,74 @@ def _count(path: Path, kind: str) -> int:
         return pyarrow.parquet.read_metadata(path).num_rows
     with pyarrow.memory_map(str(path)) as source:
         return pyarrow.ipc.open_stream(source).read_all().num_rows
+
+
+# ---- Why a data file could not be read, in one line: the dataset library says that it failed, this says where.
+
+
+FAULTS_SHOWN = 200  # characters of a foreign message
+
+
+def first_line(error: BaseException) -> str:
+    """The most telling line of an exception and its causes, short enough for one line of output."""
+    error = list(error_chain(error, contexts=False))[-1]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= FAULTS_SHOWN else text[: FAULTS_SHOWN - 3] + "..."
+
+
+def open_text(path: Path, newline: str | None = None) -> TextIO:
+    opener = gzip.open if path.suffix == ".gz" else open
+    return opener(path, "rt", encoding="utf-8", newline=newline)
+
+
+def read_text(path: Path) -> str:
+    with open_text(path) as file:
+        return file.read()
+
+
+def json_fault(path: Path) -> str | None:
+    """Where a JSON or JSON-lines file goes wrong ("file, line 3: ..."), or None if every line is an object."""
+    try:
+        text = read_text(path)
+    except UnicodeDecodeError as error:
+        return f"{path} is not UTF-8 text (byte {error.start})"
+    except (OSError, EOFError) as error:
+        return f"{path} cannot be read: {first_line(error)}"
+    if text.lstrip().startswith("["):
+        return _array_fault(path, text)
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == 1 and _is_one_object(text):
+                return None
+            return f"{path}, line {number}: malformed JSON ({error.msg}, column {error.colno})"
+        if not isinstance(value, dict):
+            return f"{path}, line {number}: {_kind(value)} where an object like {{...}} is needed"
+    return None
+
+
+def _array_fault(path: Path, text: str) -> str | None:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        return f"{path}, line {error.lineno}: malformed JSON ({error.msg}, column {error.colno})"
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, dict):
+            return f"{path}, item {number}: {_kind(value)} where an object like {{...}} is needed"
+    return None
+
+
+def _is_one_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except json.JSONDecodeError:
+        return False
+
+
+def _kind(value: object) -> str:
+    names = {list: "a list", str: "a string", bool: "a truth value", int: "a number", float: "a number"}
+    return names.get(type(value), "null" if value is None else type(value).__name__)
