@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.crash import is_alive
-from trimtab.distributed.supervision import _signal_in_words, _was_asked, launch_processes
+from trimtab.distributed.supervision import _signal_in_words, _was_requested, launch_processes
 
 CRASH = "tests.distributed.crash"
 
@@ -105,8 +105,8 @@ def test_a_launcher_that_was_started_to_ignore_hangups_does(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_process_that_left_because_of_a_signal_has_not_failed(number):
-    assert _was_asked(128 + number, [])
-    assert _was_asked(-number, [number]) and not _was_asked(-number, [])
+    assert _was_requested(128 + number, [])
+    assert _was_requested(-number, [number]) and not _was_requested(-number, [])
 
 
 def wait_for(condition, seconds=20):

@@ -1,16 +1,16 @@
 """Collectives of tensor-parallel and context-parallel groups.
 
-With gradients, for work on tensors that all processes of a group have alike:
+With gradients, for tensors replicated over a group:
 
-    group_copy     each process works on the same tensor; the gradients of all of them are added up
-    group_reduce   the sum of the processes' tensors, which all then have; its gradient is the gradient of each
-    group_gather   the processes' columns, one after another; each takes its own columns of the gradient
+    group_copy     forward: identity; backward: sum of the processes' gradients
+    group_reduce   forward: sum of the processes' tensors; backward: identity
+    group_gather   forward: concatenate the processes' columns; backward: each process's columns of the gradient
 
-What follows a `group_reduce` is computed alike by all processes, so its gradients are alike and nothing is added up.
+All processes compute the same after a `group_reduce`, so their gradients are equal and need no sum.
 
-Without gradients, for tensors of which every process has a shard of the same shape (`gather_shards` and others): what
-processes gather and then use each in its own way has a gradient in each of them, and `reduce_scatter_shards` adds these
-up for the owner of each shard.
+Without autograd, for tensors of which every process has a shard of the same shape: `gather_shards` and others. If
+processes use a gathered tensor differently, each has its own gradient; `reduce_scatter_shards` sums these for the owner
+of each shard.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from trimtab.distributed.process_group import Peers
 
-# The second names are those before torch 2.13.
+# The second name of each is for torch before 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -84,7 +84,7 @@ class _GroupGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, widths: list[int]) -> Tensor:
         ctx.widths, ctx.rank = widths, dist.get_rank(group)
-        widest = torch.nn.functional.pad(tensor, (0, max(widths) - tensor.shape[-1]))  # all send as much
+        widest = torch.nn.functional.pad(tensor, (0, max(widths) - tensor.shape[-1]))  # all_gather needs equal shapes
         return torch.cat([part[..., :width] for part, width in zip(all_gather(widest, group), widths)], -1)
 
     @staticmethod
@@ -98,7 +98,7 @@ def gather_shards(shard: Tensor, peers: Peers) -> Tensor:
 
 
 def start_gather_shards(shard: Tensor, peers: Peers) -> Callable[[], Tensor]:
-    """The same, while other work goes on, until the returned function is called."""
+    """Start `gather_shards` in the background; the returned function waits for the result."""
     shard = shard.contiguous()
     gathered = shard.new_empty(peers.size * shard.shape[0], *shard.shape[1:])
     if shard.is_meta:  # of a fake model
@@ -117,7 +117,7 @@ def reduce_scatter_shards(parts: Tensor, peers: Peers) -> Tensor:
     own = parts.new_empty(parts.shape[0] // peers.size, *parts.shape[1:])
     if parts.is_meta:
         return own
-    if dist.get_backend(peers.group) == "gloo":  # which would copy the sums once more, and older ones cannot
+    if dist.get_backend(peers.group) == "gloo":  # reduce_scatter: one more copy, or not supported
         parts = parts.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(parts, group=peers.group)
         return parts.chunk(peers.size)[peers.rank].clone()

@@ -1,9 +1,9 @@
-"""Devices: what each kind offers, as a table, which one is here, and its memory.
+"""Devices: a table of the features of each kind, the device of this process, and its memory.
 
-No file outside this folder names a device, or a library that knows only one kind, and no other file says what one can
-or cannot do. What a device does not offer falls back where something else gives the same numbers (kernels, graphs,
-fused optimizer, attention over packed rows, sums in double precision), and is refused where nothing does (`LACKING`),
-before anything is loaded.
+No file outside this folder names a device or a library for one kind of device, and only this table says what a device
+supports. A missing feature is replaced if something else gives the same numbers (kernels, graphs, fused optimizer,
+attention over packed rows, sums in double precision). Otherwise the option is refused (`LACKING`), before anything is
+loaded.
 """
 
 import contextlib
@@ -26,43 +26,45 @@ from trimtab.errors import UserError
 
 @dataclass(frozen=True)
 class DeviceKind:
-    name: str  # for people
+    """The features of one kind of device."""
+
+    name: str  # for messages
     collectives: str | None = None
-    """The collectives library; None: the one that torch knows for such devices, if any."""
+    """The collectives backend; None: torch's default for the device, if any."""
     interface: str | None = None
-    """Environment: the network interface that the library is to use."""
+    """Environment variable with the network interface of the collectives backend."""
     resource: str | None = None
-    """Ray's name of such devices; None: Ray does not count them."""
+    """Ray's resource name; None: Ray does not count such devices."""
     visible: str | None = None
-    """Environment: the devices that a process is to see."""
+    """Environment variable with the devices visible to a process."""
     extension: str | None = None
-    """The package that brings the device to torch."""
+    """The package that adds the device to torch."""
     bf16: bool = False
-    """Known to work; else it is tried before the first step."""
+    """Known to work; otherwise it is tried before the first step."""
     float64: bool = False
-    """In kernels and collectives alike."""
+    """Supported in kernels and in collectives."""
     fused_adam: bool = False
     triton: bool = False
     ptx: bool = False
-    """Its instructions can stand inside Triton's kernels."""
+    """Triton kernels may contain inline PTX."""
     graphs: bool = False
-    """Captured work, with Triton's kernels in it."""
+    """CUDA graphs, also with Triton kernels."""
     varlen: bool = False
-    """torch's own attention of sequences of any length, in half precision."""
+    """torch's variable-length attention in half precision."""
     wide_products: bool = False
-    """Products of half-precision matrices with a single-precision result."""
+    """Matrix products of half-precision inputs with fp32 output."""
     shared_memory: bool = False
-    """Processes on one device can see each other's tensors."""
+    """Processes on one device can share tensors."""
     lacks: frozenset[str] = frozenset()
-    """Of LACKING, what is refused there."""
+    """The features of LACKING that are refused on this device."""
 
     def lacking(self, feature: str) -> str | None:
-        """This device's name, if a run that asks for the feature is refused there."""
+        """The device's name if the feature is refused on it, else None."""
         assert feature in LACKING, feature
         return self.name if feature in self.lacks else None
 
 
-# What a run can ask for and a device may not offer: config/resolved_config.py has the options.
+# Features that a device may lack; config/resolved_config.py maps them to options and alternatives.
 LACKING = frozenset({"ring attention", "tensor parallel", "sleeping engines", "four bit", "liger", "flash-attn"})
 
 CUDA = DeviceKind(
@@ -85,7 +87,7 @@ CUDA = DeviceKind(
 DEVICE_KINDS = {
     "cpu": DeviceKind("a CPU", collectives="gloo", float64=True, fused_adam=True),
     "cuda": CUDA,
-    # torch calls it cuda too, where it was built for ROCm.
+    # In ROCm builds torch calls this device cuda too.
     "rocm": replace(CUDA, name="an AMD GPU", ptx=False, visible="HIP_VISIBLE_DEVICES"),
     "npu": DeviceKind(
         "an Ascend NPU",
@@ -94,7 +96,7 @@ DEVICE_KINDS = {
         resource="NPU",
         visible="ASCEND_RT_VISIBLE_DEVICES",
         extension="torch_npu",
-        # transformers has the device's own operator for flash attention, so that its package is not needed.
+        # transformers uses the device's own flash attention operator, without the flash-attn package.
         lacks=LACKING,
     ),
     "xpu": DeviceKind(
@@ -120,19 +122,19 @@ def kind_of_resource(resource: str | None) -> DeviceKind:
 
 # ---- memory
 
-# What torch's CPU allocator, the driver and cuBLAS say, which have no exception class for it.
+# Messages of torch's CPU allocator, the driver and cuBLAS, which have no exception class for out-of-memory.
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def allocator_of(device: torch.device) -> Any:
-    """torch's module of a device that has its own memory and counts it; None: it is main memory, or as good as."""
+    """torch's module of a device with its own, accounted memory; None: the device uses main memory."""
     module = getattr(torch, device.type, None)
     return module if hasattr(module, "mem_get_info") else None
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process may still take; of main memory, its share among the processes of this machine."""
+    """Bytes that this process may still allocate; of main memory, its share among this machine's processes."""
     if (allocator := allocator_of(device)) is not None:
         free, _ = allocator.mem_get_info(device)
         return free + allocator.memory_reserved(device) - allocator.memory_allocated(device)
@@ -140,22 +142,23 @@ def free_memory(device: torch.device) -> int:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of an accelerator, used or not; of main memory, what this process may still take."""
+    """Bytes of an accelerator's memory; of main memory, the bytes this process may still allocate."""
     allocator = allocator_of(device)
     return free_memory(device) if allocator is None else allocator.mem_get_info(device)[1]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory is short, an accelerator's or the machine's."""
+    """Whether an exception reports that an accelerator's or the machine's memory is exhausted."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    said = str(error)
-    return isinstance(error, RuntimeError) and any(words in said for words in OUT_OF_MEMORY)
+    message = str(error)
+    return isinstance(error, RuntimeError) and any(words in message for words in OUT_OF_MEMORY)
 
 
 def release_main_memory() -> None:
-    """Return freed memory to the system: the C library keeps it, and a model that is gathered layer by layer would seem
-    to be held whole."""
+    """Return freed memory to the system. The C library keeps it otherwise, so that a model gathered layer by layer
+    would
+    take as much memory as a whole one."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
@@ -165,7 +168,7 @@ def keep_freed_memory() -> None:
     trim_threshold, mmap_threshold = -1, -3
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(mmap_threshold, 32 * 2**20)  # the most it takes
+        libc.mallopt(mmap_threshold, 32 * 2**20)  # the largest value it accepts
         libc.mallopt(trim_threshold, 2**30)
 
 
@@ -175,7 +178,7 @@ def _free_main_memory() -> int:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    group = Path("/sys/fs/cgroup")  # a container's own limit
+    group = Path("/sys/fs/cgroup")  # a container's limit
     with contextlib.suppress(OSError, ValueError):  # none, or "max"
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -184,13 +187,13 @@ def _free_main_memory() -> int:
     return free
 
 
-# ---- which device is here
+# ---- the device of this process
 
-AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: torch imports no other packages' devices
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # 0: torch does not import device extensions
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """What a device offers, whether or not it is here."""
+    """The features of a device, which need not be present."""
     if device.type == "cuda" and torch.version.hip is not None:
         return DEVICE_KINDS["rocm"]
     return DEVICE_KINDS.get(device.type, OTHER_DEVICE)
@@ -198,18 +201,18 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run there."""
+    """Whether Triton kernels run on the device."""
     return kind_of(device).triton and find_spec("triton") is not None
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether work can be captured there and replayed (`capture_graph`)."""
+    """Whether the device can capture and replay work (`capture_graph`)."""
     return kind_of(device).graphs and has_kernels(device)
 
 
 @functools.cache
 def overlaps_launches(device: torch.device) -> bool:
-    """Whether a kernel there can begin while the one before it still works."""
+    """Whether a kernel can start before the previous one has finished (programmatic dependent launch)."""
     return kind_of(device).ptx and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -250,7 +253,7 @@ class Device:
         return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags.split())  # the last is aarch64's
 
     def bf16_fault(self) -> str | None:
-        """Why bfloat16 does not work here at all, found by trying; None: it does, if slowly."""
+        """Why bfloat16 fails on this device, found by trying; None: it works, perhaps slowly."""
         return None if self.kind.bf16 else _bf16_fault(self.torch)
 
     def fused_adam(self) -> bool:
@@ -267,21 +270,21 @@ class Device:
         }
 
     def release_memory(self) -> None:
-        """Free what nothing refers to any more, after an attempt that took too much."""
+        """Free unreferenced tensors and the allocator's cache, after running out of memory."""
         gc.collect()
         if self.is_accelerator and (empty := getattr(torch.get_device_module(self.torch), "empty_cache", None)):
             empty()
 
 
 def accelerator() -> torch.device | None:
-    """The accelerator that works here, not only one whose package is installed; None: there is none."""
+    """The usable accelerator of this machine; None: there is none. An installed package alone does not count."""
     _import_extensions()
     return torch.accelerator.current_accelerator(check_available=True)
 
 
 @functools.cache
 def _import_extensions() -> None:
-    """Import the packages that bring other devices to torch, as torch's own import does as a rule."""
+    """Import the packages that add devices to torch, in case torch's own import has not."""
     if os.environ.get(AUTOLOAD) == "0":
         return
     for kind in DEVICE_KINDS.values():
@@ -321,7 +324,7 @@ def count_accelerators() -> int:
 
 
 def device_name(device: torch.device) -> str | None:
-    """The name of an accelerator that all processes of its machine give it."""
+    """A name of the accelerator that is the same in all processes of its machine."""
     if device.type == "cpu":
         return None
     properties: Any = getattr(torch.get_device_module(device), "get_device_properties", lambda _: None)(device)
@@ -333,16 +336,16 @@ def device_name(device: torch.device) -> str | None:
 
 
 def visible_devices_env(kind: DeviceKind, names: Sequence[str]) -> dict[str, str]:
-    """The environment of a process that is to see these accelerators and no others; Ray leaves it as it is."""
+    """Environment of a process that may use only these accelerators; it also keeps Ray from changing the variable."""
     assert kind.visible is not None, "Ray counts such devices"
-    # By number, since not every driver takes them in another order.
+    # Ascending, since not every driver accepts another order.
     ordered = sorted(names, key=int) if all(name.isdigit() for name in names) else names
     return {kind.visible: ",".join(ordered), f"RAY_EXPERIMENTAL_NOSET_{kind.visible}": "1"}
 
 
 @functools.cache
 def _bf16_fault(device: torch.device) -> str | None:
-    """On some CPUs a kernel of the library behind torch is missing, and a run would end in its stack trace."""
+    """The first line of the error that bfloat16 raises: on some CPUs, oneDNN lacks a kernel."""
     try:
         with device:
             _try_bf16()
@@ -352,7 +355,7 @@ def _bf16_fault(device: torch.device) -> str | None:
 
 
 def _try_bf16() -> None:
-    """What training does with bfloat16 weights, on a few numbers: layers, attention, a norm, and back."""
+    """Run the operations of training in bfloat16 on small tensors: linear, attention, norm, and backward."""
     x = torch.ones(1, 2, 4, 16, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.ones(16, 16, dtype=torch.bfloat16, requires_grad=True)
     attended = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
@@ -360,14 +363,14 @@ def _try_bf16() -> None:
     torch.nn.functional.silu(hidden).float().logsumexp(-1).sum().backward()
 
 
-# ---- captured work
+# ---- CUDA graphs
 
 DeviceGraph: TypeAlias = torch.cuda.CUDAGraph
 
 
 def capture_graph(work: Callable[[], None], pool: tuple[int, int] | None) -> DeviceGraph:
-    """Run `work` once and capture it, to be replayed on the same tensors with the contents that they have then. `pool`:
-    another graph's pool(), to share temporary memory; then they must be replayed one after another."""
+    """Warm up `work` and capture it as a graph, which replays it on the current contents of the same tensors. `pool`:
+    pool() of another graph to share temporary memory with; the two must then not be replayed at the same time."""
     current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     aside.wait_stream(current)
     with torch.cuda.stream(aside):

@@ -1,13 +1,12 @@
-"""Split a model over the processes of a mesh with torch's FSDP2, and find the blocks of a split tensor. A mesh of one
-gets no wrapper.
+"""Sharding of a model over a mesh with torch's FSDP2, and the blocks of a sharded tensor. One process needs none.
 
-    --zero_stage 0    every process keeps everything (except where processes share a row); gradients are summed
-    --zero_stage 1, 2 gradients and optimizer are split; parameters stay gathered after a forward pass
-    --zero_stage 3    parameters too are gathered only while a layer works; with --zpg a few neighbours keep them split
-                      between them from its forward to its backward pass
+    --zero_stage 0    every process has all parameters (except under context parallelism); gradients are summed
+    --zero_stage 1, 2 gradients and optimizer are sharded; parameters stay gathered after a forward pass
+    --zero_stage 3    parameters are gathered only while a layer runs; with --zpg, they stay sharded over a few
+                      neighbours between its forward and its backward pass
 
-The split parameters are the fp32 masters; with --bf16 the gathered ones are their bf16 working copies, and gradients
-are summed in fp32 (or in --grad_accum_dtype). With --adam_offload the masters and Adam's moments live in main memory.
+The sharded parameters are the fp32 masters. With --bf16 the gathered ones are bf16 working copies, and gradients are
+summed in fp32 (or in --grad_accum_dtype). With --adam_offload masters and Adam's moments are in main memory.
 """
 
 import contextlib
@@ -28,14 +27,15 @@ from trimtab.distributed.device import release_main_memory
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.supervision import own_heartbeat
 
-LARGE = 2**23  # bytes of a layer from which on it matters that the allocator keeps what was freed
-WHOLE_SUMS = 2**32  # bytes of gradient sums that every process may hold whole between the passes of a step
+LARGE = 2**23  # bytes of a layer above which freed memory is returned to the system
+WHOLE_SUMS = 2**32  # bytes of unsharded gradient sums that a process may hold between micro-batches
 GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def accumulate_in(dtype: torch.dtype, parameter: Tensor, sums: dict[str, Tensor], name: str) -> None:
-    """Add a parameter's gradients up in another dtype than its own, in `sums`: each as the backward pass completes it,
-    so that no pass holds all of them in two dtypes."""
+    """Accumulate a parameter's gradients in `dtype` in `sums`. Each is converted as soon as the backward pass has
+    computed
+    it, so that the gradients never exist in two dtypes at once."""
 
     def accumulate(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -62,11 +62,11 @@ def shard(
     kept: DeviceMesh | None = None,
     prefetch: bool = False,
 ) -> None:
-    """Split `module`, the root whose forward is called, and its `layers`, which are gathered one at a time.
+    """Shard `module`, the root whose forward is called, and its `layers`, which are gathered one at a time.
 
-    `dtype`: of the gathered parameters; None leaves them as they are. `copies=False`: split over all processes, also
-    where the mesh has copies of the trained model. `kept`: over what else weights are split from a forward pass to its
-    backward pass (Mesh.for_neighbours). `prefetch`: gather a layer while the one before it works.
+    `dtype`: of the gathered parameters; None: unchanged. `copies=False`: shard over all processes, even if the mesh has
+    replicas of the trained model. `kept`: the mesh over which weights stay sharded between a forward and its backward
+    pass (Mesh.for_neighbours). `prefetch`: gather a layer while the one before it runs.
     """
     if mesh.size == 1:
         return
@@ -84,7 +84,7 @@ def shard(
         large = sum(p.numel() * p.element_size() for p in layer.parameters()) >= LARGE
         fully_shard(layer, **arguments)
         if in_main_memory and large:
-            layer.register_forward_hook(lambda *_: release_main_memory())  # after FSDP's own, which frees the layer
+            layer.register_forward_hook(lambda *_: release_main_memory())  # after FSDP's hook, which frees the layer
     fully_shard(module, **arguments)
     if zero_stage == 3 and kept is not None:
         for part in (*layers, module):
@@ -97,26 +97,28 @@ def shard(
 
 
 def sync_gradients(module: nn.Module, last: bool) -> None:
-    """Sum gradients over processes in the coming backward pass: in the last one of a step, before that only where sums
-    are too large to be kept whole."""
+    """Set whether the next backward pass sums gradients over processes: in the last one of a step, or in all if the
+    sums
+    are too large to be kept unsharded."""
     own_heartbeat.move()
     if hasattr(module, "set_requires_gradient_sync"):
         module.set_requires_gradient_sync(last or not keeps_unsharded_sums(learnt(module)))
 
 
 def keeps_unsharded_sums(learnt: int) -> bool:
-    """Whether gradients of that many parameters are added up in every process, and over processes once a step. It
-    depends on the size alone: all processes must decide alike."""
+    """Whether gradients of this many parameters are accumulated unsharded and summed over processes once a step. It
+    depends
+    on the size alone, because all processes must decide alike."""
     return 4 * learnt <= WHOLE_SUMS
 
 
 def learnt(module: nn.Module) -> int:
-    """Trained parameters, of a split model those of all processes."""
+    """Number of trained parameters, over all shards."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def reshard_model(module: nn.Module) -> None:
-    """Free what a forward pass outside training left gathered."""
+    """Free the parameters that a forward pass outside training left gathered."""
     for part in module.modules():
         if hasattr(part, "reshard"):
             part.reshard()
@@ -124,13 +126,13 @@ def reshard_model(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """All of the model in every process, to run without gradients. Every process must enter.
+    """Gather the whole model in every process, for inference. Every process must enter.
 
-    FSDP's own hooks are removed meanwhile, so that processes may run different numbers of passes: FSDP counts passes,
-    and a process that has counted more would gather in another order in its next backward pass.
+    FSDP's hooks are removed meanwhile, so that processes may run different numbers of forward passes. FSDP counts them,
+    and a process with a higher count would gather in another order in its next backward pass.
     """
     parts = [part for part in module.modules() if hasattr(part, "unshard")]
-    reshard_model(module)  # what is gathered already may be older than the last step
+    reshard_model(module)  # parameters still gathered may be older than the last step
     for part in parts:
         part.unshard()
     hooks = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
@@ -145,17 +147,17 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor: all of it, where it is not split."""
+    """This process's shard of a tensor; all of it, if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor itself, gathered from its parts. Every process must call it."""
+    """Gather a tensor from its shards. Every process must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not any(_is_striped(tensor.placements, axis) for axis in range(len(tensor.placements))):
         return tensor.full_tensor()
-    # torch 2.11 cannot gather what was split in stripes by hand.
+    # torch 2.11 cannot gather tensors sharded in stripes.
     gathered = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
     for block in blocks_of(tensor):
         gathered[block.slices] = tensor.to_local()[block.held]
@@ -163,13 +165,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def keep_shard(whole: Tensor, tensor: Tensor) -> None:
-    """Fill this process's part of `tensor` from all of its values."""
+    """Copy this process's shard of `tensor` from `whole`."""
     for block in blocks_of(tensor):
         local(tensor)[block.held].copy_(whole[block.slices])
 
 
 def sum_over_parts(value: Tensor, tensor: Tensor) -> Tensor:
-    """Add up a figure of every part of `tensor`."""
+    """Sum a value over the shards of `tensor`."""
     if not isinstance(tensor, DTensor):
         return value
     for dimension, placement in enumerate(tensor.placements):
@@ -181,12 +183,13 @@ def sum_over_parts(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _keep_among_neighbours(part: Any, kept: DeviceMesh) -> None:
-    """Between forward and backward pass, keep gathered weights split among a few neighbours (ZeRO++'s second
-    partition), so that gathering them again needs no other process.
+    """Between forward and backward pass, keep weights sharded over a few neighbours (ZeRO++'s secondary partition), so
+    that
+    gathering them again needs no other process.
 
-    FSDP2 can do that (`reshard_after_forward=2`), but makes groups of processes for every layer, and wants every
-    process of the world to take part. Ours are made once, with the mesh, so FSDP2's private fields are set here.
-    `part`: already split, and not yet run. `kept`: neighbours in its last dimension.
+    FSDP2 can do this (`reshard_after_forward=2`), but creates process groups for every layer, in which every process of
+    the world must take part. Ours are created once, with the mesh, so FSDP2's private fields are set here. `part`:
+    already sharded, and not yet run. `kept`: neighbours in its last dimension.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
@@ -201,18 +204,20 @@ def _keep_among_neighbours(part: Any, kept: DeviceMesh) -> None:
             parameter._init_sharded_post_forward_param_metadata(whole)
 
 
-# ---- blocks: what a process holds of a tensor
+# ---- blocks of a sharded tensor
 #
-# However a tensor is split (by rows, by columns, both, in stripes), a process holds one block of it, or one a stripe.
-# So what one layout has written, any other can read: what two blocks have in common is a block again.
+# However a tensor is sharded (by rows, by columns, both, in stripes), a process holds one block of it, or one block per
+# stripe. The intersection of two blocks is a block again, so any layout can read what another has written.
 
 Slices = tuple[slice, ...]
 
 
 class Block(NamedTuple):
+    """A rectangular part of a tensor, and its place in the shard that holds it."""
+
     offsets: tuple[int, ...]  # in the whole tensor
     lengths: tuple[int, ...]
-    place: tuple[int, ...]  # in the part that is held
+    place: tuple[int, ...]  # offsets in the shard
 
     @property
     def size(self) -> int:
@@ -220,16 +225,16 @@ class Block(NamedTuple):
 
     @property
     def slices(self) -> Slices:
-        """Where it lies in the whole tensor."""
+        """Its slices of the whole tensor."""
         return tuple(slice(offset, offset + length) for offset, length in zip(self.offsets, self.lengths))
 
     @property
     def held(self) -> Slices:
-        """Where it lies in the part that is held."""
+        """Its slices of the shard."""
         return tuple(slice(place, place + length) for place, length in zip(self.place, self.lengths))
 
     def common(self, other: "Block") -> tuple[Slices, Slices] | None:
-        """Where the numbers that both have lie in the one's part and in the other's."""
+        """The slices of the intersection in each of the two shards; None if the blocks do not intersect."""
         pairs = zip(self.slices, other.slices)
         spans = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs]
         if any(first >= end for first, end in spans):
@@ -242,13 +247,13 @@ class Block(NamedTuple):
 
 
 def whole_block(shape: Sequence[int]) -> Block:
-    """The block of a tensor that is not split."""
+    """The block of an unsharded tensor."""
     nowhere = (0,) * len(shape)
     return Block(nowhere, tuple(shape), nowhere)
 
 
 def blocks_of(tensor: Tensor) -> list[Block]:
-    """The blocks that this process holds of a tensor; none, where there are more processes than rows."""
+    """The blocks of a tensor in this process; none, if there are more processes than rows."""
     if not isinstance(tensor, DTensor):
         return [whole_block(tensor.shape)]
     held = _held(tensor)
@@ -258,7 +263,7 @@ def blocks_of(tensor: Tensor) -> list[Block]:
 
 
 def is_first_holder(tensor: Tensor) -> bool:
-    """Whether this process is the first holder of this part of a split tensor."""
+    """Whether this process is the first of those that hold the same shard."""
     if not isinstance(tensor, DTensor):
         return True
     coordinates = tensor.device_mesh.get_coordinate()
@@ -267,20 +272,19 @@ def is_first_holder(tensor: Tensor) -> bool:
 
 
 def is_partition(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
-    """Whether the blocks, together, have every number of a tensor, none of them twice."""
+    """Whether the blocks cover a tensor exactly, without overlap."""
     blocks = [block for block in blocks if block.size]
     if sum(block.size for block in blocks) != math.prod(shape):
         return False
     first = np.array([block.offsets for block in blocks]).reshape(len(blocks), len(shape))
     end = first + np.array([block.lengths for block in blocks]).reshape(first.shape)
-    meet = ((first[:, None] < end) & (first < end[:, None])).all(-1)  # each meets itself
+    meet = ((first[:, None] < end) & (first < end[:, None])).all(-1)  # each intersects itself
     return bool((first >= 0).all() and (end <= np.array(shape)).all() and meet.sum() == len(blocks))
 
 
 def _held(tensor: DTensor) -> list[np.ndarray]:
-    """Indices that this process holds, of every dimension. The mesh's dimensions split one after another, each after
-    those that have split the same dimension before it: FSDP2 splits what is split already, and says so by a stride
-    over the mesh dimensions after its own."""
+    """This process's indices in every dimension. Mesh dimensions shard one after another. FSDP2 shards a tensor that a
+    later mesh dimension has already sharded; its _StridedShard placement marks that, so it is applied last."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
@@ -296,24 +300,24 @@ def _held(tensor: DTensor) -> list[np.ndarray]:
 
 
 def _splits_a_part(placements: Sequence[Placement], axis: int) -> bool:
-    """Whether a later dimension of the mesh has split the same dimension before."""
+    """Whether a later mesh dimension has sharded the same dimension first."""
     placement, later = placements[axis], placements[axis + 1 :]
     return isinstance(placement, _StridedShard) and any(other.is_shard(placement.dim) for other in later)
 
 
 def _is_striped(placements: Sequence[Placement], axis: int) -> bool:
-    """Split into stripes of a dimension, of each of which a process has a part."""
+    """Whether a dimension is divided into stripes, of each of which every process holds a part."""
     return isinstance(placements[axis], _StridedShard) and not _splits_a_part(placements, axis)
 
 
 def _chunks(indices: np.ndarray, count: int) -> list[np.ndarray]:
-    """As torch.chunk, but with empty ones at the end."""
+    """Like torch.chunk, but with empty chunks at the end."""
     size = -(-len(indices) // count)
     return [indices[i * size : (i + 1) * size] for i in range(count)]
 
 
 def _runs(indices: np.ndarray) -> list[tuple[int, int, int]]:
-    """First index, length and place of every run of consecutive indices."""
+    """(first index, length, position) of every run of consecutive indices."""
     if not len(indices):
         return []
     starts = [0, *(np.flatnonzero(np.diff(indices) != 1) + 1).tolist()]

@@ -4,14 +4,15 @@ A role is an ordinary object with methods such as `log_probs`, `update`, `sample
 controller, and calls a *group*: the role in one process or in several, each with its part of the work. Inside a call
 all processes of a group run the same method, so a method may use collectives.
 
-A run is described by *units*: roles that hold parts of each other, and so always share processes, with the function
-that builds them where they work. A launcher builds units in their processes and returns the groups of their roles:
+A run is described by *units*: roles that share objects, and therefore processes, with the function that builds them. A
+launcher builds units in their processes and returns the groups of their roles:
 
-    InProcessLauncher      everything in this process
-    LocalProcessLauncher   in processes that were started together, all of them or some for each unit (local_launcher)
+    InProcessLauncher      all units in this process
+    LocalProcessLauncher   in processes started together, each unit in all or some of them (local_launcher)
     RayLauncher            on the nodes of a Ray cluster (ray/launcher)
 
-The loop does not know which. A unit's build function is at module level, so that it can be named to another process.
+The loop does not depend on the launcher. A unit's build function is at module level, so that another process can import
+it.
 """
 
 from abc import ABC, abstractmethod
@@ -26,14 +27,14 @@ from trimtab.distributed.random_state import process_seed, random_state, restore
 from trimtab.errors import RunFailed
 from trimtab.interrupts import StopRequest
 
-HOST = "host"  # the role that builds the others
+HOST = "host"  # name of the role that builds the others
 
 
 class Role:
-    """The methods of every role."""
+    """Base class of roles, with the methods that all have."""
 
     def describe(self) -> dict[str, Any]:
-        """What the controller needs to know of it: plain values."""
+        """Facts for the controller, as plain values."""
         return {}
 
     def random_state(self) -> dict:
@@ -49,13 +50,14 @@ class Role:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run that have a role, in order."""
+    """The processes that have a role, in order."""
 
     ranks: Sequence[int]
     parts: Sequence[int]
-    """Which part of a call each of them gets. Of processes with the same part, the first one's result counts."""
+    """The part of a call's arguments that each process gets. Of processes with the same part, the first one's result is
+    returned."""
     streams: Sequence[int]
-    """The number of each one's random stream: processes that draw alike have the same."""
+    """The number of each process's random stream; processes that must draw the same numbers share one."""
 
     @classmethod
     def apart(cls, ranks: Sequence[int]) -> "Processes":
@@ -64,7 +66,7 @@ class Processes:
 
     @property
     def reporting(self) -> list[int]:
-        """For every part, the rank whose result counts."""
+        """For every part, the rank whose result is returned."""
         return [self.ranks[self.parts.index(part)] for part in range(self.size)]
 
     @property
@@ -73,11 +75,11 @@ class Processes:
 
 
 class WorkerLost(RunFailed):
-    """A process of a run is gone. What the others hold cannot be gathered any more; checkpoints remain."""
+    """A process of the run has died. Sharded state of the others is incomplete now; checkpoints remain."""
 
 
 class EngineLost(WorkerLost):
-    """A process that only answers prompts is gone: another can take its place."""
+    """A process that only generates has died, and can be replaced."""
 
     def __init__(self, message: str, rank: int):
         super().__init__(message)
@@ -85,11 +87,11 @@ class EngineLost(WorkerLost):
 
 
 class Unanswered:
-    """In the place of a result that is not there yet."""
+    """Placeholder for a result that has not arrived."""
 
 
 class PendingCall:
-    """A call that has been sent; this one was done at once, in this process."""
+    """A call whose results can be waited for. The base class is for calls in this process, which are complete."""
 
     def __init__(self, name: str, results: list[Any] | None = None):
         self.name = name  # role and method
@@ -100,22 +102,23 @@ class PendingCall:
         return self._results
 
     def poll(self, seconds: float) -> list[Any]:
-        """The same for processes that do not wait for each other: `Unanswered` for a result that is not there after
-        that time, which a later call may return, and EngineLost for that of an engine that is gone."""
+        """Like `wait`, for processes independent of each other: after `seconds`, `Unanswered` stands for a missing
+        result,
+        which a later call may return, and EngineLost for the result of a dead engine."""
         return self.wait()
 
 
 class Group(ABC):
-    """A role, in one process or in several, as the controller calls it."""
+    """A role in one or several processes, as the controller calls it."""
 
     name: str
     processes: Processes
     apart = False
-    """Processes that compute alone, each of which can be replaced."""
+    """Whether the processes are independent of each other and can be replaced one by one."""
 
     @property
     def size(self) -> int:
-        """How many parts a call may have: processes that learn from different data."""
+        """Number of parts of a call: processes that work on different data."""
         return self.processes.size
 
     @property
@@ -123,8 +126,7 @@ class Group(ABC):
         return self.processes.ranks
 
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> PendingCall:
-        """Call a method in every process: with its own part, if there are parts, and with the arguments that all
-        share."""
+        """Call a method in every process, with its own part (if there are parts) and the shared keyword arguments."""
         if parts is None:
             return self._send(method, [()] * len(self.ranks), self.ranks, shared)
         assert len(parts) == self.size
@@ -134,7 +136,7 @@ class Group(ABC):
         return self.start(method, parts, **shared).wait()
 
     def each(self, method: str, values: Sequence[Any]) -> list[Any]:
-        """Call a method in every process, each with its own value, also where several share a part."""
+        """Call a method in every process, each with its own value, even if several share a part."""
         return self._send(method, [(value,) for value in values], self.ranks, {}).wait()
 
     def _send(
@@ -144,21 +146,24 @@ class Group(ABC):
         raise NotImplementedError
 
     def one_per_part(self, results: Sequence[Any]) -> list[Any]:
-        """Of one result a process, that of the first process with each part."""
+        """From one result a process, select that of the first process of each part."""
         parts = list(self.processes.parts)
         return [results[parts.index(part)] for part in range(self.size)]
 
     def replace_engine(self, lost: Exception) -> None:
-        """Start another process in the place of one that is gone, with its roles as they were built at first."""
+        """Start a new process in place of a dead one and build its roles from scratch."""
         raise lost
 
     @abstractmethod
     def reinit_process_group(self) -> bool:
-        """After OutOfMemory. True: there are several processes, which can be called again, but what they hold together
-        (a split model) can only be saved: it must be built anew."""
+        """Make the processes callable again after OutOfMemory. True: there are several, and their sharded models must
+        be
+        rebuilt, since they can only be saved now."""
 
 
 class InProcessGroup(Group):
+    """A role in this process."""
+
     processes = Processes.apart((0,))
 
     def __init__(self, name: str, role: Any, device: Device):
@@ -179,29 +184,29 @@ class InProcessGroup(Group):
 
 @dataclass(frozen=True)
 class RoleContext:
-    """Where a role works."""
+    """The device, mesh and stop request that a role is built with."""
 
     device: Device
-    mesh: Mesh  # the processes that work together on it
+    mesh: Mesh  # the processes that share the role
     stop: StopRequest
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Roles that are built together, in the same processes."""
+    """Roles that are built together in the same processes."""
 
     name: str
-    build: Callable[[Any, RoleContext], dict[str, Any]]  # its roles by name, of this process
+    build: Callable[[Any, RoleContext], dict[str, Any]]  # returns this process's roles by name
     roles: tuple[str, ...]
-    engines: tuple[str, ...] = ()  # roles that do not split rows: each tensor group gets a part
-    ranks: Sequence[int] | None = None  # the processes of the world that have it; None: all
-    learns: bool = False  # a model of it is trained
-    apart: bool = False  # in processes outside the world, each alone: other programs' engines
-    environment: Mapping[str, str] = field(default_factory=dict)  # of those processes
+    engines: tuple[str, ...] = ()  # roles without context parallelism: each tensor-parallel group gets a part
+    ranks: Sequence[int] | None = None  # its ranks in the world; None: all
+    learns: bool = False  # whether it trains a model
+    apart: bool = False  # in independent processes outside the world, such as vLLM engines
+    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of those processes
 
 
 class RoleHost:
-    """Builds and holds the roles of one process. Itself a role, which the controller calls in all processes alike."""
+    """Builds and holds the roles of one process. It is itself a role, which the controller calls in all processes."""
 
     def __init__(
         self,
@@ -220,7 +225,7 @@ class RoleHost:
         self._random: dict | None = None
 
     def build(self, *, unit: str) -> None:
-        """Called in every process: all make the mesh of every unit."""
+        """Build a unit's roles. Called in every process, because all take part in creating the mesh of every unit."""
         options, described = self.options, self.units[unit]
         if described.apart:
             mesh = Mesh(self.world)
@@ -246,19 +251,20 @@ class RoleHost:
         return found
 
     def settle(self) -> None:
-        """When all units are built, seed this process: dropout differs between processes that work on different
-        tokens, everything else does not."""
+        """Seed this process after all units are built. Only dropout may differ between processes, and only between
+        those
+        that work on different tokens."""
         if self._random is not None:
             restore_random_state(self._random)
             self._random = None
             return
-        # Units that share a process share its whole tensor group.
+        # Units that share a process share its whole tensor-parallel group.
         mesh = next((mesh for mesh in self.meshes.values() if mesh.here), None)
         stream = self.world.rank if mesh is None else _streams(mesh)[mesh.ranks.index(self.world.rank)]
         seed_everything(process_seed(self.options.seed, stream), deterministic=self.options.full_determinism)
 
     def release(self) -> None:
-        """Close the roles, but keep this process's parts of what they have learnt for roles that are built anew."""
+        """Close the roles, but keep this process's trained state in main memory for the rebuilt roles."""
         self._carried = {name: role.carry() for name, role in self.roles.items() if hasattr(role, "carry")}
         self._random = random_state()
         self.close()
@@ -266,23 +272,23 @@ class RoleHost:
 
     def close(self) -> None:
         for name in [name for name in self.roles if name != HOST]:
-            self.roles.pop(name).close()  # in place: the RPC hub looks roles up in this dict
+            self.roles.pop(name).close()  # in place, because the RPC hub looks roles up in this dict
 
 
 def _streams(mesh: Mesh) -> tuple[int, ...]:
-    """The random stream of each process: its rank, where there are no tensor groups."""
+    """The random stream of each process: its rank, or one stream per tensor-parallel group."""
     return tuple(mesh.ranks[0] + group for group in mesh.tensor_groups)
 
 
 class Launcher(ABC):
-    """Brings roles to processes. `device`, `world`: those of the roles, as the controller sees them."""
+    """Builds roles in processes. `device`, `world`: of the roles, as seen by the controller."""
 
     device: Device
     world: World
     stop: StopRequest
 
     def groups(self, options: Any) -> dict[str, Group]:
-        """Build all roles, with the options as the controller has completed them, and return their groups."""
+        """Build all roles with the controller's final options, and return their groups."""
         hosts, units = self._hosts(options)
         for unit in units:
             hosts.call("build", unit=unit)
@@ -298,14 +304,14 @@ class Launcher(ABC):
 
     @abstractmethod
     def rebuild_groups(self) -> dict[str, Group]:
-        """After OutOfMemory: the same roles, with what they had learnt."""
+        """Rebuild the roles after OutOfMemory, with their trained state."""
 
     def described(self) -> dict[str, Any]:
-        """Where the roles are, for the manifest of a run."""
+        """The placement of the roles, for the run's manifest."""
         return {}
 
     def disconnect(self) -> None:  # noqa: B027
-        """Tell the other processes to end."""
+        """Make the other processes exit."""
 
 
 class InProcessLauncher(Launcher):

@@ -1,12 +1,12 @@
 """Launcher for the processes of one torchrun-style world: rank 0 is the controller, the other ranks serve its calls.
 
-`RpcHub` connects the first process with the others, once for all groups of a run. The first process calls, the others
-serve; it also works itself, if it has the role that it calls. Several calls may be pending at once, of different
-groups: every process answers in the order in which it was called. A process that fails writes the reason into the store
-that all share before it ends, and the caller raises it.
+`RpcHub` connects rank 0 with the others, once for all groups of a run. Rank 0 calls and the others serve; it also
+performs calls itself if it has the role. Several calls of different groups may be pending at once: every process
+answers in the order of the calls. A process that fails writes the reason into the shared store before it exits, and the
+caller raises it.
 
-Calls and results travel as JSON and raw numbers (serialization): neither the store nor the sockets between processes
-authenticate the writer, so nothing that comes from them is unpickled.
+Calls and results are sent as JSON and raw numbers (serialization): neither the store nor the sockets authenticate the
+sender, so nothing is unpickled.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ FAILURE = "trimtab_failure"  # in the store
 
 
 class RpcCall(PendingCall):
-    """A call that has been sent, and the results that are there."""
+    """A call to several processes, with the results received so far."""
 
     def __init__(self, hub: "RpcHub", name: str, ranks: Sequence[int], reporting: Sequence[int]):
         super().__init__(name)
         self.ranks, self.reporting = ranks, reporting
-        self.work: tuple | None = None  # of this process, if it is among the ranks
+        self.work: tuple | None = None  # the call's arguments for this process, if it is among the ranks
         self.results: dict[int, Any] = {}
         self.sent: list[tuple[Any, torch.Tensor]] = []
         self._hub = hub
@@ -46,10 +46,11 @@ class RpcCall(PendingCall):
 
 
 class RpcHub:
-    """The connections between the first process of a world and the others."""
+    """The connections between rank 0 and the other processes of a world."""
 
     def __init__(self, world: World, roles: dict[str, Any], records: Sequence[type] = ()):
-        """`roles`: those of this process, now or later; `records`: dataclasses and exceptions in calls and results."""
+        """`roles`: this process's roles, which may be added later; `records`: dataclasses and exceptions in
+        messages."""
         self.world, self.roles = world, roles
         self._serializer = Serializer(*records)
         self._connect()
@@ -57,11 +58,11 @@ class RpcHub:
     def _connect(self) -> None:
         self._channel = new_group(backend="gloo")
         self._store = dist.distributed_c10d._get_default_store()
-        self._own: deque[RpcCall] = deque()  # calls that this process has still to do itself
+        self._own: deque[RpcCall] = deque()  # calls that this process still has to perform itself
         self._expected: list[deque[RpcCall]] = [deque() for _ in range(self.world.size)]
 
     def reinit_process_group(self) -> None:
-        """After collectives were aborted."""
+        """Reconnect after collectives were aborted."""
         reinit_process_group(self.world)
         self._connect()
 
@@ -69,7 +70,7 @@ class RpcHub:
         """`processes`: the ranks with this role; None: all."""
         return RpcGroup(self, name, processes or Processes.apart(range(self.world.size)))
 
-    # ---- the first process
+    # ---- rank 0
 
     def start(
         self, group: "RpcGroup", method: str, arguments: Sequence[tuple], reporting: Sequence[int], shared: dict
@@ -90,7 +91,7 @@ class RpcHub:
         return call
 
     def finish(self, call: RpcCall, seconds: float | None) -> None:
-        """Work and receive until all results of a call are there."""
+        """Perform own calls and receive results until all results of `call` are there."""
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
             while call in self._own:
@@ -104,29 +105,29 @@ class RpcHub:
                     self._expected[rank].popleft().results[rank] = result
             for sending, _ in call.sent:
                 sending.wait()
-        except RuntimeError as error:  # what sending or a collective raises when a process has gone
+        except RuntimeError as error:  # raised by sends and collectives when a process has died
             self._explain(error)
             raise
 
     def _explain(self, error: RuntimeError) -> None:
-        """Raise the reason that another process has given for a broken connection, if there is one."""
+        """Raise the reason that another process has stored for a broken connection, if any."""
         if (why := abort_reason()) is not None:
             raise OutOfMemory(why) from error
         if not self._store.check([FAILURE]):
             return
-        with contextlib.suppress(ValueError):  # not written by one of us
+        with contextlib.suppress(ValueError):  # not written by one of our processes
             kind, rank, message = json.loads(self._store.get(FAILURE))
             raise (UserError(message) if kind == "UserError" else RunFailed(f"process {rank}: {message}")) from error
 
     def disconnect(self) -> None:
         for rank in range(1, self.world.size):
-            with contextlib.suppress(RuntimeError):  # it may be gone already
+            with contextlib.suppress(RuntimeError):  # it may have exited already
                 self._send(None, rank)
 
-    # ---- the others
+    # ---- other ranks
 
     def serve(self) -> None:
-        """Answer calls until the first process hangs up."""
+        """Answer calls until rank 0 disconnects."""
         while True:
             try:
                 if (asked := self._receive(0)) is None:
@@ -156,8 +157,9 @@ class RpcHub:
     # ---- messages
 
     def _post(self, value: Any, rank: int) -> list[tuple[Any, torch.Tensor]]:
-        """Begin to send: the receiver may still be busy, and have a result to send first. What is returned must be kept
-        until it has arrived."""
+        """Send without waiting: the receiver may be busy, or have a result to send first. The caller must keep the
+        returned
+        tensors until they have been sent."""
         message = torch.frombuffer(self._serializer.pack(value), dtype=torch.uint8)
         parts = torch.tensor([len(message)]), message
         return [(dist.isend(part, rank, group=self._channel), part) for part in parts]
@@ -201,7 +203,7 @@ class RpcGroup(Group):
 
 
 class LocalProcessLauncher(InProcessLauncher):
-    """Made in every process of a world; the first one runs the loop, the others `serve`."""
+    """Launcher in every process of a world; rank 0 runs the loop, the others `serve`."""
 
     def __init__(self, host: RoleHost, records: Sequence[type]):
         super().__init__(host)
@@ -229,6 +231,5 @@ class LocalProcessLauncher(InProcessLauncher):
 
 
 def launcher_of(host: RoleHost, records: Sequence[type] = ()) -> InProcessLauncher:
-    """The launcher that fits how this process was started. `records`: dataclasses and exceptions in calls and
-    results."""
+    """The launcher for the size of this process's world. `records`: dataclasses and exceptions in calls and results."""
     return InProcessLauncher(host) if host.world.size == 1 else LocalProcessLauncher(host, records)

@@ -1,20 +1,20 @@
-"""The processes that hold one model together, as a mesh with named dimensions.
+"""The processes of one model, as a mesh with named dimensions.
 
-    replicate  copies of the model, each with its own samples
-    shard      parts of the model's parameters, each process with its own samples too
-    context    parts of a row's tokens
-    tensor     parts of every layer's arithmetic
+    replicate  replicas of the model, each with its own samples
+    shard      shards of the parameters, each process with its own samples too
+    context    parts of a row's tokens (context parallel)
+    tensor     parts of every layer (tensor parallel)
 
-Neighbours in the last dimension have neighbouring ranks. A process computes with its *peers*, those that differ from it
-in the named dimensions and in no other:
+Neighbours in the last dimension have adjacent ranks. The *peers* of a process differ from it in the named dimensions
+only:
 
-    data       replicate and shard: processes with their own samples. Counts, figures, what is distributed
-    gradients  data and context: over which a split model averages its gradients
-    all        every process of the mesh: what is written, and who writes it
+    data       replicate and shard: processes with different samples, over which counts and figures are summed
+    gradients  data and context: processes over which a sharded model averages its gradients
+    all        every process of the mesh
 
-A mesh takes all processes of a world or some of them. Groups of processes are made by all together, so every process of
-the world makes the same meshes in the same order, also those that it is not part of (`here` is False). One process is a
-mesh of one, without any communication.
+A mesh has all processes of a world or some of them. Creating a process group is collective, so every process of the
+world creates the same meshes in the same order, also those that it is not part of (`here` is False). One process is a
+mesh of one without communication.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,16 @@ Over = tuple[str, ...]
 ALL: Over = DIMENSIONS
 DATA: Over = ("replicate", "shard")
 GRADIENTS: Over = ("replicate", "shard", "context")
-SPLIT: Over = ("shard", "context")  # processes with other tokens of the same row can hold another part of a parameter
+SPLIT: Over = ("shard", "context")  # parameters are sharded over context ranks too
 CONTEXT: Over = ("context",)
 TENSOR: Over = ("tensor",)
 COPIES: Over = ("replicate",)
-NEAR, FAR = ("near",), ("far",)  # no dimensions: neighbours among those of SPLIT, and those at the same place elsewhere
+NEAR, FAR = ("near",), ("far",)  # SPLIT factored in two: neighbours, and ranks at the same place among others
 
 
 class Mesh:
+    """Process groups of a model, by dimension, and torch's device meshes made of them."""
+
     def __init__(
         self,
         world: World | None = None,
@@ -48,8 +50,9 @@ class Mesh:
         tensor: int = 1,
         neighbours: int = 1,
     ):
-        """`ranks`: which processes of the world, if not all. The shard dimension is what the others leave.
-        `neighbours`: of those that parameters are split over, how many keep gathered ones split among them; 1: all."""
+        """`ranks`: processes of the world, if not all. The shard dimension takes the remaining factor. `neighbours`:
+        the
+        number of processes over which gathered parameters stay sharded (--zpg); 1: all."""
         self.world = world or World()
         self.ranks = tuple(range(self.world.size) if ranks is None else ranks)
         assert self.ranks == tuple(sorted({*self.ranks} & {*range(self.world.size)})), self.ranks
@@ -59,9 +62,9 @@ class Mesh:
         self.neighbours = neighbours
         assert shard * context % neighbours == 0, f"{neighbours} neighbours of {shard * context}"
         self.size, self.device = len(self.ranks), self.world.device
-        self.data_size = self._count(DATA)  # over how many processes samples are distributed
+        self.data_size = self._count(DATA)  # number of processes with different samples
         self.here = self.world.rank in self.ranks
-        self.is_rank_zero = self.world.rank == self.ranks[0]  # the one process that writes for the whole mesh
+        self.is_rank_zero = self.world.rank == self.ranks[0]  # the process that writes for the whole mesh
         self._grid = np.array(self.ranks).reshape(tuple(self.sizes.values()))
         self._groups: dict[Over, dist.ProcessGroup | None] = {}
         self._make_groups()
@@ -70,12 +73,12 @@ class Mesh:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Which part of distributed samples each process gets."""
+        """The data-parallel part of each process."""
         return tuple(place // self._count(("context", "tensor")) for place in range(self.size))
 
     @property
     def tensor_groups(self) -> tuple[int, ...]:
-        """The tensor group of each process: which part it gets of what is distributed without splitting rows."""
+        """The tensor-parallel group of each process."""
         return tuple(place // self._count(TENSOR) for place in range(self.size))
 
     # ---- for processes of the mesh
@@ -102,26 +105,28 @@ class Mesh:
 
     def _peers(self, over: Over) -> Peers:
         assert self.here, f"process {self.world.rank} has no place in a mesh of {self.ranks}"
-        circle = next(ranks for ranks in self._circles(over) if self.world.rank in ranks)
-        return Peers(circle.index(self.world.rank), len(circle), self.device, self._groups.get(over))
+        peers = next(ranks for ranks in self._rank_sets(over) if self.world.rank in ranks)
+        return Peers(peers.index(self.world.rank), len(peers), self.device, self._groups.get(over))
 
     def for_sharding(self, *, copies: bool = True) -> DeviceMesh:
-        """What the parameters of a model are split over; one for all models. `copies=False`: without copies, for a
-        model that is worth splitting where the trained one is not."""
+        """The device mesh over which parameters are sharded. `copies=False`: without replicas, for a frozen model that
+        is
+        sharded although the trained one is replicated."""
         names = self._device_mesh(copies).mesh_dim_names
         assert names is not None
         return self._device_mesh(copies)[tuple(name for name in names if name != "tensor")]
 
     def for_tensor_parallel(self, *, copies: bool = True) -> DeviceMesh:
-        """What the layers of the same model are split over, before its parameters are."""
+        """The device mesh for tensor parallelism, which is applied before sharding."""
         assert self.sizes["tensor"] > 1
         return self._device_mesh(copies)["tensor"]
 
     def for_neighbours(self) -> DeviceMesh | None:
-        """What gathered parameters are kept split over between forward and backward pass, in its last dimension. None:
-        over the same as always."""
+        """The device mesh over whose last dimension parameters stay sharded between forward and backward pass. None:
+        over
+        the usual one."""
         if self.neighbours > 1 and self._neighbour_mesh is None:
-            own = next(ranks for ranks in self._circles(SPLIT) if self.world.rank in ranks)
+            own = next(ranks for ranks in self._rank_sets(SPLIT) if self.world.rank in ranks)
             groups = [self._groups[FAR] or dist.group.WORLD, self._groups[NEAR] or dist.group.WORLD]
             grid = np.array(own).reshape(-1, self.neighbours)
             made = DeviceMesh.from_group(groups, self.device.type, grid, mesh_dim_names=(*FAR, *NEAR))
@@ -129,7 +134,7 @@ class Mesh:
         return self._neighbour_mesh
 
     def _device_mesh(self, copies: bool) -> DeviceMesh:
-        """torch's mesh of this process, made once."""
+        """torch's device mesh of this process, created once."""
         assert self.here and self.size > 1
         if copies not in self._device_meshes:
             splits = self._splits(copies)
@@ -143,16 +148,16 @@ class Mesh:
             self._device_meshes[copies] = made
         return self._device_meshes[copies]
 
-    # ---- groups of processes
+    # ---- process groups
 
     def _splits(self, copies: bool) -> dict[str, Over]:
-        """The dimensions of torch's mesh, and which of ours they are."""
+        """The dimensions of torch's mesh and the dimensions of this mesh that they combine."""
         copied = copies and self.sizes["replicate"] > 1
         splits = {"replicate": COPIES, "shard": SPLIT} if copied else {"shard": GRADIENTS}
         return splits | ({"tensor": TENSOR} if self.sizes["tensor"] > 1 else {})
 
     def _make_groups(self) -> None:
-        """Make every group that will be needed, each once."""
+        """Create all process groups that will be needed, each once."""
         if self.size == 1:
             return
         torch_needs = {over for copies in (True, False) for over in self._splits(copies).values()}
@@ -160,24 +165,24 @@ class Mesh:
         for over in (ALL, DATA, GRADIENTS, SPLIT, COPIES, CONTEXT, TENSOR):
             if self._count(over) == 1 and over not in torch_needs:
                 continue
-            circles = self._circles(over)
-            if circles not in made:
-                made[circles] = self._new_group(circles)
-            self._groups[over] = made[circles]
+            rank_sets = self._rank_sets(over)
+            if rank_sets not in made:
+                made[rank_sets] = self._new_group(rank_sets)
+            self._groups[over] = made[rank_sets]
         if self.neighbours > 1:
-            near = [np.array(ranks).reshape(-1, self.neighbours) for ranks in self._circles(SPLIT)]
+            near = [np.array(ranks).reshape(-1, self.neighbours) for ranks in self._rank_sets(SPLIT)]
             self._groups[NEAR] = self._new_group(tuple(tuple(row) for grid in near for row in grid.tolist()))
             self._groups[FAR] = self._new_group(tuple(tuple(row) for grid in near for row in grid.T.tolist()))
 
-    def _new_group(self, circles: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-        """The group of the circle that this process is in. None: the default group."""
-        if len(circles[0]) == self.world.size:
+    def _new_group(self, rank_sets: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        """Create a group for each of `rank_sets` and return this process's; None: the default group."""
+        if len(rank_sets[0]) == self.world.size:
             return None
-        groups = [new_group(ranks) for ranks in circles]
-        return next((group for group, ranks in zip(groups, circles) if self.world.rank in ranks), None)
+        groups = [new_group(ranks) for ranks in rank_sets]
+        return next((group for group, ranks in zip(groups, rank_sets) if self.world.rank in ranks), None)
 
-    def _circles(self, over: Over) -> tuple[tuple[int, ...], ...]:
-        """Ranks that differ in these dimensions only, for every place in the others."""
+    def _rank_sets(self, over: Over) -> tuple[tuple[int, ...], ...]:
+        """The sets of ranks that differ in these dimensions only."""
         others = [axis for axis, name in enumerate(DIMENSIONS) if name not in over]
         along = [axis for axis, name in enumerate(DIMENSIONS) if name in over]
         rows = self._grid.transpose(others + along).reshape(-1, self._count(over))

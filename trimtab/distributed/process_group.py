@@ -1,6 +1,6 @@
-"""The processes of a run: how they meet, what they compute together, and how they recover and stop together.
+"""The process group of a run: joining, small collectives, aborting and re-initializing it, and sharing stop signals.
 
-One process is a world of one, without any communication. Which processes hold a model together is a mesh (mesh).
+One process is a world of one without communication. The processes of one model are a mesh (mesh).
 """
 
 import contextlib
@@ -30,34 +30,34 @@ from trimtab.interrupts import SIGNALS, StopRequest
 
 Item = TypeVar("Item")
 
-# Of one message or collective: processes wait for each other as long as a slow reward takes, and supervision finds out
-# which of them hangs.
+# Of one message or collective. It is long because processes wait for each other as long as a slow reward takes;
+# supervision detects processes that hang.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
-GET_ADDRESS = 0x8915  # SIOCGIFADDR: the address of an interface
+GET_ADDRESS = 0x8915  # SIOCGIFADDR: get the address of an interface
 ABORT_KEY, STOP_KEY = "trimtab_called_off", "trimtab_stop"  # in the store
 SIGNAL_CHECK_SECONDS = 0.5
 
 
-# ---- what processes compute together
+# ---- small collectives
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Processes that add up, compare and wait together."""
+    """A set of processes with simple collectives."""
 
     rank: int = 0  # of this process among them
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    # torch's group of them. None: the default group, also after it was made anew.
+    # torch's process group; None: the default group, also after it was re-initialized.
     group: dist.ProcessGroup | None = None
 
     @property
     def is_rank_zero(self) -> bool:
-        """The one process that speaks and writes for all."""
+        """Whether this process prints and writes for all."""
         return self.rank == 0
 
     def add_up(self, values: dict[str, Tensor]) -> dict[str, float]:
-        """The sum of every figure over all of them, in double precision."""
+        """Sum each figure over the processes, in double precision."""
         if not values:
             return {}
         # In main memory, if the device has no double precision.
@@ -82,14 +82,14 @@ class Peers:
             return int(tensor)
 
     def any(self, holds: bool) -> bool:
-        """Whether it holds in one of them."""
+        """Whether `holds` is true in any process."""
         return bool(self.maximum(int(holds)))
 
     def minimum(self, value: int) -> int:
         return -self.maximum(-value)
 
     def broadcast_first(self, tensor: Tensor) -> Tensor:
-        """The first one's tensor, in all of them."""
+        """Broadcast the first process's tensor."""
         if self.size > 1:
             tensor = tensor.contiguous()
             with own_heartbeat.waiting():
@@ -97,7 +97,7 @@ class Peers:
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """The plain values of all of them, in rank order, known to all."""
+        """All-gather plain values, in rank order."""
         if self.size == 1:
             return [value]
         serializer = Serializer()
@@ -123,39 +123,36 @@ class World(Peers):
             print(line, flush=True)
 
 
-def deal(
-    items: list[Item], size: int, cost: Callable[[Item], int], split: Callable[[Item], list[Item]]
-) -> list[list[Item | None]]:
-    """Distribute items so that every process has equally many and about equal cost.
+def deal(batches: list[list[Item]], size: int, cost: Callable[[list[Item]], int]) -> list[list[list[Item] | None]]:
+    """Distribute micro-batches so that every process has the same number of them and about the same cost.
 
-    Costly items are split until their number divides. Where nothing can be split any more, a process gets None: it
-    still takes part in the collectives of that turn, with an item that counts for nothing.
+    The most costly ones are halved until their number is divisible. If none can be halved any more, some processes get
+    None: they take part in the collectives of that turn with a batch of weight 0.
     """
-    items = list(items)
-    while len(items) % size:
-        for index in sorted(range(len(items)), key=lambda i: (-cost(items[i]), i)):
-            parts = split(items[index])
-            if len(parts) > 1:
-                items[index : index + 1] = parts
+    batches = list(batches)
+    while len(batches) % size:
+        for index in sorted(range(len(batches)), key=lambda i: (-cost(batches[i]), i)):
+            if middle := len(batches[index]) // 2:
+                batches[index : index + 1] = [batches[index][:middle], batches[index][middle:]]
                 break
         else:
             break
-    padded: list[Item | None] = [*items, *[None] * (-len(items) % size)]
+    padded: list[list[Item] | None] = [*batches, *[None] * (-len(batches) % size)]
     turns = len(padded) // size
-    shares: list[list[Item | None]] = [[] for _ in range(size)]
+    shares: list[list[list[Item] | None]] = [[] for _ in range(size)]
     load = [0] * size
-    for item in sorted(padded, key=lambda x: 0 if x is None else -cost(x)):
+    for batch in sorted(padded, key=lambda batch: 0 if batch is None else -cost(batch)):
         rank = min((r for r in range(size) if len(shares[r]) < turns), key=lambda r: (load[r], r))
-        shares[rank].append(item)
-        load[rank] += 0 if item is None else cost(item)
+        shares[rank].append(batch)
+        load[rank] += 0 if batch is None else cost(batch)
     return shares
 
 
-# ---- how they meet
+# ---- joining the process group
 
 
 def find_world(device: Device) -> World:
-    """Join the processes that a launcher started, if one did."""
+    """Join the processes that a launcher started; without a launcher, a world of one."""
     size = int(os.environ.get("WORLD_SIZE", 1))
     if size == 1:
         return World(device=device.torch)
@@ -166,8 +163,8 @@ def find_world(device: Device) -> World:
 
 
 def _launcher_store(size: int) -> dict[str, Any]:
-    """The store of processes that our launcher started, behind its socket on the loopback interface: torch itself would
-    listen on every interface. Other launchers set up their own."""
+    """The store of processes started by our launcher, on its loopback socket: torch itself would listen on every
+    interface. {} under other launchers, which set up their own."""
     if STORE_SOCKET not in os.environ:
         return {}
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
@@ -177,29 +174,29 @@ def _launcher_store(size: int) -> dict[str, Any]:
 
 
 def init_process_group(device: torch.device, **meeting: Any) -> None:
-    """Join torch's default group. `meeting`: its store, this process's rank and the size, if the environment does not
-    have them."""
+    """Join torch's default group. `meeting`: store, rank and size, if the environment does not have them."""
     library = collectives_of(device)
     if library is None:
         raise UserError(f"{kind_of(device).name} has no collectives in this torch: start one process")
-    # Tensors in main memory are summed there.
+    # gloo for tensors in main memory.
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
-    # A device that is bound must be known to every group, also to groups of gloo alone.
+    # A bound device must be supported by every group, also by groups of gloo alone.
     known = device.type != "cpu" and device.type in dist.Backend.backend_capability[dist.Backend.GLOO]
     options = {"device_id": device} if known else {}
-    with _noting_sockets():
+    with _recording_sockets():
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **meeting, **options)
 
 
 def new_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.ProcessGroup:
-    """A group of some processes, made by all of them together."""
-    with _noting_sockets():
+    """A process group of `ranks`, created collectively by all processes."""
+    with _recording_sockets():
         return dist.new_group(None if ranks is None else list(ranks), timeout=COLLECTIVE_TIMEOUT, **options)
 
 
 def join_group_of_one() -> None:
-    """Join a group of this process alone, for a library that insists on torch's default group: it would else open a
-    port on every interface. Does nothing if there is a group already."""
+    """Create a default group of this process alone, for a library that needs one: it would open a port on every
+    interface
+    otherwise. Does nothing if there is a group already."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -211,7 +208,7 @@ def leave_world() -> None:
 
 
 def collectives_of(device: torch.device) -> str | None:
-    """The collectives library of such devices, if there is one."""
+    """The collectives backend of the device, if any."""
     if (known := kind_of(device).collectives) is not None:
         return known
     try:
@@ -221,8 +218,7 @@ def collectives_of(device: torch.device) -> str | None:
 
 
 def use_interface_of(address: str) -> None:
-    """Have the sockets between processes use the network interface that has this IPv4 address, unless the environment
-    names another."""
+    """Make collectives use the network interface with this IPv4 address, unless the environment names another."""
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             asked = struct.pack("256s", name[:15].encode())
@@ -235,33 +231,33 @@ def use_interface_of(address: str) -> None:
 # ---- aborting collectives
 #
 # A process that runs out of memory inside a collective leaves the others waiting in it. It writes the reason into the
-# store that all share and breaks its connections; the others then fail where they wait, find the reason, and break
-# theirs. Afterwards all meet at the same store, as a new default group. torch can abort groups of NCCL; gloo's `abort`
-# does nothing, and its connections close only when the last reference to a group has gone. So the sockets are broken:
-# torch names none of them, but opens all while a group is made, and what was not there before is noted.
+# shared store and shuts down its sockets; the others then fail where they wait, read the reason, and shut down theirs.
+# Afterwards all create a new default group at the same store. torch can abort NCCL groups; gloo's `abort` does nothing,
+# and its connections close only with the last reference to a group. So the sockets themselves are shut down: torch does
+# not list them, but opens all of them while a group is created, so those that appear then are recorded.
 
-_noted_sockets: set[int] = set()  # inodes: a descriptor's number is used again
+_group_sockets: set[int] = set()  # inodes, since descriptors are reused
 
 
 @contextlib.contextmanager
-def _noting_sockets() -> Iterator[None]:
-    """Inside, a group of processes is made."""
+def _recording_sockets() -> Iterator[None]:
+    """Record the sockets that are opened inside, while a process group is created."""
     before = _tcp_sockets()
     try:
         yield
     finally:
-        _noted_sockets.update(_tcp_sockets().keys() - before.keys())
+        _group_sockets.update(_tcp_sockets().keys() - before.keys())
 
 
 def abort_collectives(why: str) -> None:
-    """Break off the collectives of this world: what the others wait for will not come."""
+    """Abort the collectives of this world in all processes, with a reason."""
     if _is_world():
         dist.distributed_c10d._get_default_store().set(ABORT_KEY, why)
         _break_sockets()
 
 
 def abort_reason() -> str | None:
-    """Why another process has aborted this world's collectives, if one has; then this one does the same."""
+    """The reason if a process has aborted this world's collectives, else None. If so, this process aborts them too."""
     if not _is_world():
         return None
     store = dist.distributed_c10d._get_default_store()
@@ -269,20 +265,21 @@ def abort_reason() -> str | None:
         if not store.check([ABORT_KEY]):
             return None
         why = store.get(ABORT_KEY).decode(errors="replace")
-    except RuntimeError:  # the store has gone with its process: not aborted, but broken
+    except RuntimeError:  # the store's process is gone: a crash, not an abort
         return None
     _break_sockets()
     return why
 
 
 def reinit_process_group(world: World) -> None:
-    """A new default group of the same processes in place of the aborted one. What was made for the old group, a split
-    model most of all, cannot be used in the new one."""
+    """Replace the aborted default group by a new one of the same processes. Objects made for the old group, sharded
+    models
+    above all, cannot be used with the new one."""
     if world.size == 1:
         return
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
-    with own_heartbeat.waiting():  # another one may be in the middle of a long call
+    with own_heartbeat.waiting():  # another process may be inside a long call
         init_process_group(world.device, store=store, rank=world.rank, world_size=world.size)
 
 
@@ -291,21 +288,21 @@ def _is_world() -> bool:
 
 
 def _break_sockets() -> None:
-    """Shut down the sockets of all groups, but not those to the store."""
+    """Shut down the sockets of all process groups except those to the store."""
     store_port = int(os.environ.get("MASTER_PORT", 0))
     for inode, descriptor in _tcp_sockets().items():
-        if inode in _noted_sockets:
+        if inode in _group_sockets:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 if store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
                     connection.shutdown(socket.SHUT_RDWR)
 
 
 def _tcp_sockets() -> dict[int, int]:
-    """The open TCP sockets of this process: inode, descriptor."""
+    """The open TCP sockets of this process: inode -> descriptor."""
     found = {}
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):
-            # A copy of anything else would stay open, and of a locked file it would take the lock away when closed.
+            # Check first, since closing the duplicate of a locked file's descriptor would release its lock.
             status = os.fstat(int(name))
             if not stat.S_ISSOCK(status.st_mode):
                 continue
@@ -317,20 +314,20 @@ def _tcp_sockets() -> dict[int, int]:
 
 # ---- stopping together
 #
-# A process inside a collective runs none of its signal handlers, so a thread listens: Python writes the signal's number
-# to a socket at once. The thread passes it on in the store that all share, and looks there for what others got.
+# A process inside a collective runs no Python signal handlers, so a thread does it: Python writes the signal's number
+# to a socket at once. The thread writes it to the shared store, and polls the store for signals that others received.
 
 
 @contextlib.contextmanager
 def share_signals(stop: StopRequest, world: World) -> Iterator[None]:
-    """Inside, a signal that reaches one process of the world reaches all of them, whatever they are waiting for."""
+    """Forward a stop signal that one process of the world receives to all of them, even inside collectives."""
     if world.size == 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
     written, listening = socket.socketpair()
     written.setblocking(False)
     ended = threading.Event()
-    store = dist.distributed_c10d._get_default_store().clone()  # a connection for another thread
+    store = dist.distributed_c10d._get_default_store().clone()  # a separate connection for the thread
     thread = threading.Thread(target=_pass_signals, args=(stop, store, listening, ended), name="signals", daemon=True)
     before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
     thread.start()
@@ -345,7 +342,8 @@ def share_signals(stop: StopRequest, world: World) -> Iterator[None]:
 
 
 def stop_was_requested(stop: StopRequest, world: World) -> bool:
-    """Whether the run was told to stop. A process that left for that reason may have gone before its message came."""
+    """Whether a stop was requested. Waits briefly: a process that exits for that reason may be gone before its message
+    arrives."""
     deadline = time.monotonic() + (2 * SIGNAL_CHECK_SECONDS if world.size > 1 else 0.0)
     while not stop.requested() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -353,7 +351,7 @@ def stop_was_requested(stop: StopRequest, world: World) -> bool:
 
 
 def _pass_signals(stop: StopRequest, store: dist.Store, listening: socket.socket, ended: threading.Event) -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # the store ends with the first process; or a stranger wrote
+    with contextlib.suppress(RuntimeError, ValueError):  # the store ends with rank 0; or a stranger wrote to it
         if stop.signal is not None:
             store.set(STOP_KEY, str(int(stop.signal)))
         while not ended.is_set():

@@ -1,4 +1,4 @@
-"""Random numbers of a run: seeds, and the state of every generator it draws from."""
+"""Random numbers of a run: seeds, and saving and restoring all generators."""
 
 import contextlib
 import os
@@ -25,12 +25,14 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
 
 
 def process_seed(seed: int, rank: int, step: int = 0) -> int:
-    """For what differs between processes, such as dropout; `step`: at which the run was split over other processes."""
+    """Seed for randomness that differs between processes, such as dropout; `step`: the step at which the run was
+    resumed
+    with another number of processes."""
     return seed + 1_000_003 * rank + 15_485_863 * step
 
 
 def random_state() -> dict:
-    """State of every generator a run draws from, as plain values that JSON can hold."""
+    """State of every generator of a run, as JSON values."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state = {
@@ -52,13 +54,13 @@ def restore_random_state(state: dict) -> None:
     torch.set_rng_state(_from_hex(state["torch"]))
     if (found := _device_generator()) is not None:
         device_type, module = found
-        if device_type in state:  # it was saved on such a device
+        if device_type in state:  # the state was saved on such a device
             module.set_rng_state(_from_hex(state[device_type]))
 
 
 @contextlib.contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """What is drawn inside leaves torch's generators as they were: the CPU's, and that of this process's device."""
+    """Restore torch's generators, the CPU's and the device's, at the end of the context."""
     before = _torch_states()
     try:
         yield
@@ -67,7 +69,7 @@ def preserve_rng_state() -> Iterator[None]:
 
 
 class RandomStream:
-    """A random stream: what is drawn inside `drawing` comes from it, and torch's generators are left as they were."""
+    """A separate random stream: torch uses it inside `drawing`, and its own generators are restored afterwards."""
 
     def __init__(self, seed: int):
         with preserve_rng_state():
@@ -84,7 +86,7 @@ class RandomStream:
                 self._host, self._device = _torch_states()
 
     def state(self) -> dict[str, str]:
-        """As JSON holds it."""
+        """The state as JSON values."""
         return {"host": _to_hex(self._host)} | ({} if self._device is None else {"device": _to_hex(self._device)})
 
     def restore(self, state: dict[str, str]) -> None:
@@ -105,7 +107,8 @@ def _set_torch_states(host: Tensor, device: Tensor | None) -> None:
 
 
 def _device_generator() -> tuple[str, Any] | None:
-    """torch's name of the accelerator that is here, which is the name of its state, and its module."""
+    """torch's device type (also the key of its state) and module of this machine's accelerator, if it has a
+    generator."""
     device = accelerator()
     module = None if device is None else torch.get_device_module(device)
     return (device.type, module) if device is not None and hasattr(module, "get_rng_state") else None

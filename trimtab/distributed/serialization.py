@@ -1,17 +1,17 @@
-"""Messages between processes: values as JSON with raw numbers behind it, and frames with a length in front.
+"""Messages between processes: values as JSON followed by raw numbers, and length-prefixed frames.
 
-`Serializer` turns values into bytes. Nothing that arrives can run code:
+`Serializer` turns values into bytes. Unpacking never runs code:
 
-    length of the JSON (8 bytes) | the JSON | the numbers of tensors, arrays and long lists, each where the JSON says
+    length of the JSON (8 bytes) | the JSON | raw numbers of tensors, arrays and long lists, at offsets in the JSON
 
-Plain values, lists, tuples, dicts, paths, bytes, dates, tensors and arrays are serialized as they are; dataclasses and
-exceptions if the serializer was made for them. A list of one kind of dataclass is serialized as columns.
+It supports plain values, lists, tuples, dicts, paths, bytes, dates, tensors, arrays, and the dataclasses and exceptions
+that it was created with. A list of one kind of dataclass is stored as columns.
 
-A stream of bytes carries frames: a length and a message. `FrameDecoder` cuts any stream into messages, and
-`MessageSocket` is a non-blocking socket of them. The length is written as `multiprocessing.connection.Connection`
-writes it, so that one can be at the other end.
+A byte stream carries frames: a length and a message. `FrameDecoder` splits a stream into messages, and `MessageSocket`
+is a non-blocking socket for them. The length has the format of `multiprocessing.connection.Connection`, which can be
+used at the other end.
 
-This module imports neither torch nor numpy before one of their values comes: sandbox workers start without them.
+This module imports torch and numpy only when one of their values occurs: sandbox workers start without them.
 """
 
 import itertools
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-RAW_NUMBERS = 8  # a list of at least this many numbers is cheaper as raw ones
-NUMBERS = {int: "q", float: "d"}  # by codes of the array module
+RAW_NUMBERS = 8  # lists of at least this many numbers are stored raw
+NUMBERS = {int: "q", float: "d"}  # type codes of the array module
 TIMES: dict[str, Any] = {kind.__name__: kind for kind in (datetime, date, time)}
 ALIGNMENT = 16
 LENGTH_BYTES = 8
 
 
 class NotSerializable(TypeError):
-    """A value of a type that is not sent to other processes."""
+    """A value of an unsupported type."""
 
 
 class Serializer:
-    """Packs values into bytes and unpacks them; `records` are the dataclasses and exceptions that it knows."""
+    """Packs values into bytes and unpacks them; `records`: the supported dataclasses and exceptions."""
 
     def __init__(self, *records: type):
         self._records = {record.__name__: record for record in records}
@@ -73,13 +73,13 @@ class Serializer:
         message = bytearray(start + raw.size)
         message[:LENGTH_BYTES] = len(header).to_bytes(LENGTH_BYTES, "little")
         message[LENGTH_BYTES : LENGTH_BYTES + len(header)] = header
-        with memoryview(message) as view:  # which copies raw numbers once
+        with memoryview(message) as view:  # so that raw numbers are copied once
             for place, part in raw.parts:
                 view[start + place : start + place + len(part)] = part
         return message
 
     def unpack(self, message: "bytes | bytearray | np.ndarray") -> Any:
-        """The value. Its tensors and arrays are views of the message."""
+        """The value of a message. Its tensors and arrays are views of the message."""
         view = memoryview(message)
         end = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "little")
         return self._read(json.loads(view[LENGTH_BYTES:end].tobytes()), view[_aligned(end) :])
@@ -125,7 +125,7 @@ class Serializer:
         (kind,) = kinds
         if kind in NUMBERS:
             return values if (numbers := _raw_numbers(values, raw)) is None else {"numbers": numbers}
-        if kind is list:  # lists of token ids, most of all
+        if kind is list:  # typically lists of token ids
             numbers = _raw_numbers([*itertools.chain.from_iterable(values)], raw)
             if numbers is not None:
                 return {"ragged": [numbers, self._plain_list([len(value) for value in values], raw)]}
@@ -173,14 +173,14 @@ class Serializer:
 
 
 class _RawParts:
-    """The raw numbers of a message, one part after another, each aligned."""
+    """Collects the raw parts of a message and their aligned offsets."""
 
     def __init__(self) -> None:
         self.size = 0
         self.parts: list[tuple[int, bytes | memoryview]] = []
 
     def add(self, part: bytes | memoryview) -> int:
-        """Where the part will be."""
+        """Add a part and return its offset."""
         place = self.size
         self.parts.append((place, part))
         self.size = _aligned(place + len(part))
@@ -188,7 +188,7 @@ class _RawParts:
 
 
 def _class_if_imported(module: str, name: str) -> Any:
-    """A value of the class exists only if its module was imported; () is a class that has no instances."""
+    """A class for isinstance, without importing its module: if it was not imported, no instance can exist."""
     found = sys.modules.get(module)
     return () if found is None else getattr(found, name)
 
@@ -202,7 +202,7 @@ def _tensor_parts(tensor: "Tensor", raw: _RawParts) -> list:
 
 
 def _raw_numbers(values: list, raw: _RawParts) -> list | None:
-    """A long list of nothing but integers of 64 bits, or nothing but floats; None: another list."""
+    """Store a long list of 64-bit integers or of floats raw; None for any other list."""
     kinds = set(map(type, values))
     if len(values) < RAW_NUMBERS or len(kinds) != 1 or (code := NUMBERS.get(kinds.pop())) is None:
         return None
@@ -244,47 +244,47 @@ def _aligned(size: int) -> int:
 
 # ---- frames: messages in a stream of bytes
 
-LARGEST_MESSAGE = 2**28  # that is accepted; what is sent may be larger, such as all answers of a batch
+LARGEST_MESSAGE = 2**28  # accepted by a receiver; messages sent may be larger, such as all answers of a batch
 READ_BYTES = 2**20
 LENGTH, LONG_LENGTH = struct.Struct("!i"), struct.Struct("!iQ")
 
 
 class MessageTooLarge(Exception):
-    """A frame announces a message that is larger than any sensible one."""
+    """A frame announces a message above the limit."""
 
 
 def frame(*parts: bytes) -> bytes:
-    """The parts as one message with its length in front."""
+    """One message of these parts, prefixed with its length."""
     length = sum(map(len, parts))
     return b"".join((LENGTH.pack(length) if length < 2**31 else LONG_LENGTH.pack(-1, length), *parts))
 
 
 class FrameDecoder:
-    """Cuts a stream of bytes, in whatever pieces it comes, into messages."""
+    """Splits a byte stream, received in pieces of any size, into messages."""
 
     def __init__(self, largest: int = LARGEST_MESSAGE):
         self.largest = largest
-        self._begun = bytearray()  # of a message that is not complete
+        self._buffer = bytearray()  # bytes of the incomplete message
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are complete now."""
-        self._begun += data
-        messages, start, end = [], 0, len(self._begun)
+        """Add received bytes; returns the messages completed by them."""
+        self._buffer += data
+        messages, start, end = [], 0, len(self._buffer)
         while end - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._begun, start)
+            (length,) = LENGTH.unpack_from(self._buffer, start)
             if not 0 <= length <= self.largest:
                 raise MessageTooLarge
             stop = start + LENGTH.size + length
             if stop > end:
                 break
-            messages.append(bytes(self._begun[start + LENGTH.size : stop]))
+            messages.append(bytes(self._buffer[start + LENGTH.size : stop]))
             start = stop
-        del self._begun[:start]
+        del self._buffer[:start]
         return messages
 
 
 class MessageSocket:
-    """A non-blocking socket that sends and receives whole messages: neither end waits for the other."""
+    """A non-blocking socket that sends and receives whole messages."""
 
     def __init__(self, end: socket.socket):
         end.setblocking(False)
@@ -296,11 +296,11 @@ class MessageSocket:
 
     @property
     def has_more(self) -> bool:
-        """Whether messages wait to be sent."""
+        """Whether there is unsent data."""
         return bool(self._outgoing)
 
     def send(self, message: bytes) -> None:
-        """Send now, or when `flush` is called and the socket has room."""
+        """Send a message now or, if the socket's buffer is full, in a later `flush`."""
         self._outgoing += frame(message)
         self.flush()
 
@@ -312,11 +312,11 @@ class MessageSocket:
                 del self._outgoing[:sent]
         except BlockingIOError:
             return
-        except OSError:  # `receive` reports that the other end is gone
+        except OSError:  # `receive` reports that the other end is closed
             self._outgoing.clear()
 
     def receive(self) -> list[bytes]:
-        """All messages that have arrived. EOFError: no more will come; MessageTooLarge: from the decoder."""
+        """All messages received so far. EOFError: the other end is closed; MessageTooLarge: from the decoder."""
         ended, messages = False, []
         try:
             while len(chunk := self._end.recv(READ_BYTES)):

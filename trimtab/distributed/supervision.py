@@ -1,16 +1,16 @@
-"""Start local processes of one command, detect hangs by heartbeat, and end them together.
+"""Supervision of local processes: start them, detect hangs by heartbeat, and end them together.
 
-The launcher gives the first process the terminal. What another one prints is shown only if it is the first to fail: its
-own exception, not the others' complaints about a closed connection.
+The launcher connects rank 0 to the terminal. The output of another process is shown only if it is the first to fail:
+its exception is the cause, while the others only report closed connections.
 
-Every process of a world watches itself from a thread: late is one whose work has not moved for --hang_timeout seconds
-while it was not waiting for others, for a reward within its limit, or for its next call. A process inside a collective
-is a victim more likely than the cause, so it lets the others be named first. A process that is stopped cannot watch
-itself: our launcher has a socket to each and misses its heartbeats; under another launcher heartbeats lie in torch's
-store, where the first process looks at the others and they look at it. torch itself supervises none of this: its
-launcher notices processes that end, and its collectives wait until their timeout without naming a process.
+Every process of a world watches itself from a thread. It hangs if its work makes no progress for --hang_timeout seconds
+while it is not waiting for other processes, for a reward within its timeout, or for its next call. A process inside a
+collective probably waits for the one that hangs, so it waits longer before it reports itself. A process stopped by
+SIGSTOP cannot watch itself. Our launcher has a socket to each process and misses its heartbeats; under other launchers
+heartbeats are in torch's store, where rank 0 checks the others and they check rank 0. torch itself does not do this:
+its launcher detects processes that exit, and its collectives time out without naming a process.
 
-This module does not import torch: a launcher needs none of it.
+This module does not import torch, since the launcher process does not need it.
 """
 
 import contextlib
@@ -28,22 +28,22 @@ from typing import Any, TextIO
 
 from trimtab.interrupts import SIGNALS, handled_signals
 
-LAUNCHER_SOCKET = "TRIMTAB_LAUNCHER_LINE"  # environment: descriptor of the socket to our launcher
-STORE_SOCKET = "TRIMTAB_STORE_SOCKET"  # descriptor of the socket at which the first process opens torch's store
+LAUNCHER_SOCKET = "TRIMTAB_LAUNCHER_LINE"  # environment variable: descriptor of the socket to our launcher
+STORE_SOCKET = "TRIMTAB_STORE_SOCKET"  # environment variable: descriptor of the socket for torch's store on rank 0
 HEARTBEAT, LEFT = b".", b"left"
-GRACE = 0.25  # share of the time that one inside a collective waits on, for the cause to be named
+GRACE = 0.25  # extra share of the timeout for a process inside a collective, so that the cause is reported first
 SHOWN_FRAMES, SHOWN_LINES = 6, 30
 HANG_TIMEOUT = 1800.0
-TO_LEAVE = 10.0  # seconds that the others get to end by themselves
-FIRST_HEARTBEAT = 300.0  # seconds more until the first sign of life, while everything is imported
-# Why a process usually gets a signal that it cannot handle.
+TO_LEAVE = 10.0  # seconds for the other processes to exit by themselves
+FIRST_HEARTBEAT = 300.0  # extra seconds before the first heartbeat, for imports
+# The usual causes of signals that a process cannot handle.
 CRASHED = ": native code, such as a kernel or a driver, crashed"
 CAUSES: dict[int, str] = {
     signal.SIGKILL: ": the system was short of memory, as its log says (dmesg), or somebody or a scheduler ended it",
     signal.SIGBUS: ": shared memory (/dev/shm) or a disk was full",
     **dict.fromkeys((signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE), CRASHED),
 }
-# What torch says in a process whose neighbour has gone: a consequence, not a cause.
+# torch's messages in a process whose neighbour has died: a consequence, not a cause.
 LOST_CONNECTION = (
     *("connection closed by peer", "connection reset", "broken pipe", "timed out", "connection refused"),
     *("failed to recv", "failed to send", "socket closed", "no route to host", "distnetworkerror"),
@@ -51,22 +51,22 @@ LOST_CONNECTION = (
 
 
 def is_lost_connection(message: str) -> bool:
-    """Whether a process failed only because another one has."""
+    """Whether a process failed only because another one did."""
     return any(words in message.lower() for words in LOST_CONNECTION)
 
 
-# ---- a process watches itself and others
+# ---- watching processes
 
 
 class Heartbeat:
-    """When the work of this process last moved, and what it was doing."""
+    """The last progress of this process, and its current call."""
 
     def __init__(self) -> None:
         self.moved, self.doing = time.monotonic(), "starting"
-        self.limit: float | None = None  # seconds that it may stand still; None: it is not watched
+        self.limit: float | None = None  # seconds without progress before it counts as hanging; None: not watched
         self.left = False
         self.resting = False
-        self.thread: int | None = None  # that works; None: the main one
+        self.thread: int | None = None  # the working thread; None: the main thread
         self._waits = 0
         self._lock = threading.Lock()
 
@@ -74,12 +74,12 @@ class Heartbeat:
         self.moved, self.doing, self.resting = time.monotonic(), doing or self.doing, False
 
     def rest(self) -> None:
-        """Until the next move there is nothing to do."""
+        """Mark this process idle until the next `move`."""
         self.resting = True
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, this process waits for something that has its own limit, or may take any time."""
+        """Do not count the time inside: the wait has its own timeout, or none."""
         with self._lock:
             self._waits += 1
         try:
@@ -90,7 +90,7 @@ class Heartbeat:
                 self._waits -= 1
 
     def still(self) -> float:
-        """Seconds without a move; 0 while it waits or rests, and when it has left the others."""
+        """Seconds without progress; 0 while it waits or is idle, and after it has left the process group."""
         return 0.0 if self._waits or self.resting or self.left else time.monotonic() - self.moved
 
 
@@ -98,7 +98,7 @@ own_heartbeat = Heartbeat()
 
 
 def watch(seconds: float) -> None:
-    """Begin to watch this process, if it is one of several."""
+    """Start to watch this process, if it is one of several."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return
     own_heartbeat.move()
@@ -111,17 +111,17 @@ def watch(seconds: float) -> None:
 
 
 def watch_others(store: Any, rank: int, size: int) -> None:
-    """Notice processes that give no sign of life, where no launcher of ours does."""
+    """Watch the other processes through torch's store, if they were not started by our launcher."""
     if own_heartbeat.limit is None or LAUNCHER_SOCKET in os.environ:
         return
-    arguments = (store.clone(), rank, size, own_heartbeat.limit)  # a connection for another thread
+    arguments = (store.clone(), rank, size, own_heartbeat.limit)  # a separate connection for the thread
     threading.Thread(target=_watch_others, args=arguments, name="watch others", daemon=True).start()
 
 
 def _watch_self(seconds: float, launcher: socket.socket | None) -> None:
     while True:
         if launcher is not None and not _send_heartbeat(launcher):
-            os.kill(os.getpid(), signal.SIGTERM)  # save, and leave
+            os.kill(os.getpid(), signal.SIGTERM)  # the launcher is gone: save and exit
             launcher = None
         still = own_heartbeat.still()
         if still > seconds and (still > seconds * (1 + GRACE) or not in_collective()):
@@ -133,11 +133,11 @@ def _watch_self(seconds: float, launcher: socket.socket | None) -> None:
 
 
 def _send_heartbeat(launcher: socket.socket) -> bool:
-    """Whether the launcher is still there."""
+    """Send a heartbeat; False if the launcher is gone."""
     try:
         launcher.send(HEARTBEAT)
         return launcher.recv(1) != b""
-    except BlockingIOError:  # nothing to read: it never says anything
+    except BlockingIOError:  # nothing to read, as usual: the launcher never sends
         return True
     except OSError:
         return False
@@ -157,7 +157,7 @@ def _watch_others(store: Any, rank: int, size: int, seconds: float) -> None:
                 beat = store.get(f"trimtab_pulse/{other}")
                 if beat != seen[other][0] or beat == LEFT:
                     seen[other] = beat, time.monotonic()
-        except RuntimeError:  # the store has gone, and with it the run; the process that works will notice
+        except RuntimeError:  # the store is gone and with it the run; the main thread will fail by itself
             return
         for other, (_, when) in seen.items():
             if time.monotonic() - when > seconds:
@@ -171,13 +171,13 @@ def _frames() -> list[traceback.FrameSummary]:
 
 
 def in_collective() -> bool:
-    """Whether this process stands where it waits for others."""
+    """Whether this process is inside a collective."""
     inside = os.path.join("torch", "distributed", "")
     return any(inside in frame.filename for frame in _frames()[-12:])
 
 
 def _exit_now(message: str) -> None:
-    """What hangs cannot be asked to leave."""
+    """Print the message and exit without cleanup, which could hang too."""
     with contextlib.suppress(OSError):
         os.write(2, f"trimtab: {message}\n".encode())
     os._exit(1)
@@ -186,7 +186,7 @@ def _exit_now(message: str) -> None:
 # ---- the launcher
 
 Hear = Callable[[str, bool], None]
-"""Gets each line of the first process, and whether it was printed on standard error."""
+"""Receives each line that rank 0 prints, and whether it was on standard error."""
 
 
 def launch_processes(
@@ -197,18 +197,20 @@ def launch_processes(
     hear: Hear | None = None,
     go_on: Callable[[], str] | None = None,
 ) -> int:
-    """Run `python -m module argv` as that many processes; the exit code of the first to fail, or 0. `hear`: gets what
-    the first process prints, in place of the terminal; `go_on`: the last line, when a process was killed before it
-    could print it."""
+    """Run `python -m module argv` in `processes` processes; returns the exit code of the first to fail, or 0.
+
+    `hear`: receives rank 0's output in place of the terminal; `go_on`: returns the final line (how to resume) for a
+    process that was killed before it could print it.
+    """
     launched: list[_LaunchedProcess] = []
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as store, _passing_signals(launched) as asked:
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as store, _passing_signals(launched) as signals:
         try:
             for rank in range(processes):
                 launched.append(_LaunchedProcess(module, argv, rank, processes, store, hear))
             store.close()
-            if asked:  # while they were being started
+            if signals:  # a signal arrived while they were being started
                 _signal_all(launched, signal.SIGTERM)
-            code, killed = _wait(launched, asked, hang_timeout)
+            code, killed = _wait(launched, signals, hang_timeout)
         finally:
             _signal_all(launched, signal.SIGTERM)
             deadline = time.monotonic() + TO_LEAVE
@@ -220,7 +222,7 @@ def launch_processes(
 
 
 class _LaunchedProcess:
-    """One of the processes, and the socket to it: it sends heartbeats, and notices when the launcher is gone."""
+    """A started process and the socket to it, on which it sends heartbeats and detects the end of the launcher."""
 
     def __init__(
         self, module: str, argv: Sequence[str], rank: int, processes: int, store: socket.socket, hear: Hear | None
@@ -240,7 +242,7 @@ class _LaunchedProcess:
             STORE_SOCKET: str(store.fileno()),
             LAUNCHER_SOCKET: str(theirs.fileno()),
         }
-        # The sockets between the processes are of no use outside this machine.
+        # Keep the sockets between the processes on the loopback interface.
         if loopback := {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
             environment["GLOO_SOCKET_IFNAME"] = loopback.pop()
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
@@ -253,15 +255,15 @@ class _LaunchedProcess:
         command = [sys.executable, "-m", module, *argv]
         self.process = subprocess.Popen(command, env=environment, pass_fds=passed, **streams)
         theirs.close()
-        self._listeners = [
-            threading.Thread(target=self._listen, args=(stream, stream is self.process.stderr), daemon=True)
+        self._readers = [
+            threading.Thread(target=self._read_output, args=(stream, stream is self.process.stderr), daemon=True)
             for stream in (self.process.stdout, self.process.stderr)
             if stream is not None
         ]
-        for listener in self._listeners:
-            listener.start()
+        for reader in self._readers:
+            reader.start()
 
-    def _listen(self, stream: TextIO, error: bool) -> None:
+    def _read_output(self, stream: TextIO, error: bool) -> None:
         assert self._hear is not None
         for line in stream:
             self._hear(line.rstrip("\n"), error)
@@ -274,7 +276,7 @@ class _LaunchedProcess:
         return time.monotonic() - self.seen
 
     def show(self, why: str) -> None:
-        """Print why it ended, and the end of what it printed, if the terminal was another one's."""
+        """Print why it ended and, unless it had the terminal, the end of its error output."""
         lines: list[str] = []
         if self.errors is not None:
             self.errors.seek(0)
@@ -290,35 +292,36 @@ class _LaunchedProcess:
             print(line, file=sys.stderr, flush=True)
 
     def end(self, deadline: float) -> None:
-        """Wait until it has ended, and all that it printed is heard; after the deadline, kill it."""
+        """Wait until it has exited and its output is read; after the deadline, kill it."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        for listener in self._listeners:
-            listener.join(TO_LEAVE)
+        for reader in self._readers:
+            reader.join(TO_LEAVE)
 
 
 @contextlib.contextmanager
 def _passing_signals(launched: list[_LaunchedProcess]) -> Iterator[list[int]]:
-    """Signals go to all processes, and into the list that is yielded.
+    """Forward signals to all processes, and record them in the yielded list.
 
-    A terminal has sent a Ctrl-C to every process, `kill` only to this one. So the first is passed on as SIGTERM, which
-    makes no second Ctrl-C of it; a second Ctrl-C means at once, and is passed on as it is.
+    A terminal sends Ctrl-C to every process, `kill` only to this one. So the first signal is forwarded as SIGTERM,
+    which
+    does not count as a second Ctrl-C. A second Ctrl-C means to stop at once, and is forwarded as it is.
     """
-    asked: list[int] = []
+    signals: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
-        asked.append(number)
-        again = number == signal.SIGINT and len(asked) > 1
+        signals.append(number)
+        again = number == signal.SIGINT and len(signals) > 1
         _signal_all(launched, signal.SIGINT if again else signal.SIGTERM)
 
-    # Only a main thread may handle signals; where another one launches, its caller stops it.
+    # Only the main thread can handle signals; a launch from another thread is stopped by its caller.
     handled = handled_signals() if threading.current_thread() is threading.main_thread() else []
     before = {number: signal.signal(number, pass_on) for number in handled}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -330,19 +333,19 @@ def _signal_all(launched: list[_LaunchedProcess], number: int) -> None:
             one.process.send_signal(number)
 
 
-def _wait(launched: list[_LaunchedProcess], asked: list[int], hang_timeout: float) -> tuple[int, bool]:
-    """The exit code, and whether a process was killed."""
+def _wait(launched: list[_LaunchedProcess], signals: list[int], hang_timeout: float) -> tuple[int, bool]:
+    """Wait for all processes; returns the exit code, and whether a process was killed."""
     while True:
         if any(one.process.poll() for one in launched):
-            # Asked once more: a process that died of another's death died after it.
+            # Polled again: a process that died because of another died after it.
             codes = [one.process.poll() for one in launched]
             for one in sorted(launched, key=lambda one: (codes[one.rank] or 0) >= 0):  # killed ones first
-                if (code := codes[one.rank]) and not _was_asked(code, asked):
+                if (code := codes[one.rank]) and not _was_requested(code, signals):
                     return _failed(launched, codes, one, code), code < 0
         codes = [one.process.poll() for one in launched]
         if None not in codes:
             first = next((code for code in codes if code), 0)
-            return 128 + asked[0] if first and asked else first, False
+            return 128 + signals[0] if first and signals else first, False
         for one in launched:
             if one.process.poll() is None and one.silence() > hang_timeout:
                 one.process.kill()
@@ -351,27 +354,27 @@ def _wait(launched: list[_LaunchedProcess], asked: list[int], hang_timeout: floa
         time.sleep(0.1)
 
 
-def _was_asked(code: int, asked: list[int]) -> bool:
-    """Whether a process left because a signal asked it to, or was killed by a signal that we have passed on."""
-    return code - 128 in SIGNALS or (bool(asked) and -code in SIGNALS)
+def _was_requested(code: int, signals: list[int]) -> bool:
+    """Whether a process exited because of a stop signal, or was killed by a signal that we forwarded."""
+    return code - 128 in SIGNALS or (bool(signals) and -code in SIGNALS)
 
 
 def _failed(launched: list[_LaunchedProcess], codes: list[int | None], first: _LaunchedProcess, code: int) -> int:
-    """Show the process that failed, and return its exit code."""
+    """Show the process that caused the failure, and return its exit code."""
     if code < 0:
         first.show(f"was ended by signal {_signal_in_words(-code)}")
         return code
-    # Another process's own error is worth more than the first one's broken connection.
+    # Another process's own error says more than rank 0's broken connection.
     for one in reversed(launched[1:]):
         other = codes[one.rank]
-        if other and other > 0 and not _was_asked(other, []) and not (other == 2 and _also_fails(launched[0])):
+        if other and other > 0 and not _was_requested(other, []) and not (other == 2 and _also_fails(launched[0])):
             one.show(f"ended with exit code {other}")
             return other
     return code
 
 
 def _also_fails(first: _LaunchedProcess) -> bool:
-    """A mistake in the command is every process's; the first one prints it, in a moment if not already."""
+    """Whether rank 0 also ends with a user error: all processes have the same options, and rank 0 prints the error."""
     try:
         return first.process.wait(2.0) == 2
     except subprocess.TimeoutExpired:

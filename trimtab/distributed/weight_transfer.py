@@ -1,15 +1,15 @@
-"""Weights from one process to others outside its world, such as rollout engines.
+"""Weight transfer from a process to others outside its world, such as rollout engines.
 
-A channel has its own store, on the sender, bound to the address of its node, and a group that is not torch's default
-one. Tensors travel in buckets; their names, types and shapes are sent once, in the plan.
+A channel has its own store on the sender, bound to its node's address, and its own process group. Tensors are sent in
+buckets; their names, dtypes and shapes are sent once, in the plan.
 
     gloo     through main memory
-    nccl     between accelerators, or what else their library is called (device)
-    shared   between processes on one accelerator: both see the sender's bucket (CUDA IPC), gloo says when
+    nccl     between accelerators (or the device's own backend)
+    shared   between processes on one accelerator: receivers read the sender's bucket (CUDA IPC), gloo synchronizes
 
-A *plan* is a list of channels, the same for all that take part, in plain values: the `store` of each, its `way`, the
-`seats` (names) of its receivers in the order of their ranks, the `tensors`, and what else there is to know `about`
-them. It is made of the offers of the senders and the descriptions of the receivers (`plan_transfer`).
+A *plan* is a list of channels as plain values, the same for all processes: the `store` of each channel, its `way` (one
+of the above), the `seats` (names) of its receivers by rank, the `tensors`, and further facts `about` them.
+`plan_transfer` makes it from the senders' offers and the receivers' descriptions.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ from trimtab.distributed.process_group import collectives_of, use_interface_of
 from trimtab.distributed.supervision import own_heartbeat
 
 NODE_ADDRESS = "TRIMTAB_NODE_ADDRESS"
-"""Environment variable: this machine's address among those of a cluster."""
+"""Environment variable: this machine's address in the cluster."""
 GLOO, SHARED = "gloo", "shared"
-IN_MAIN_MEMORY = (GLOO, SHARED)  # barriers go through gloo
+IN_MAIN_MEMORY = (GLOO, SHARED)  # barriers use gloo
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 16
 TransferPlan = list[dict[str, Any]]
-TensorSpec = tuple[str, str, tuple[int, ...]]  # name, type, shape
+TensorSpec = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 
-# ---- buckets: a few large messages instead of one a tensor
+# ---- buckets: a few large messages instead of one per tensor
 
 
 class BucketEntry(NamedTuple):
@@ -62,7 +62,7 @@ def tensor_specs(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorSpec]:
 
 
 def plan_buckets(tensors: Sequence[TensorSpec], bucket: int = BUCKET_BYTES) -> list[Bucket]:
-    """Buckets of at most that many bytes, in order; a larger tensor travels alone."""
+    """Buckets of at most `bucket` bytes, in order; a larger tensor gets its own."""
     buckets: list[Bucket] = []
     for name, dtype, shape in tensors:
         entry = BucketEntry(name, getattr(torch, dtype), shape, _size(buckets[-1]) if buckets else 0)
@@ -80,7 +80,7 @@ def _size(bucket: Bucket) -> int:
 def pack_buckets(
     tensors: Iterable[tuple[str, Tensor]], buckets: Sequence[Bucket], device: torch.device
 ) -> Iterator[Tensor]:
-    """The bytes of tensors that come in the order of the buckets, one bucket at a time."""
+    """Copy tensors, given in the order of the buckets, into one bucket after another."""
     coming = iter(tensors)
     for bucket in buckets:
         packed = torch.empty(_size(bucket), dtype=torch.uint8, device=device)
@@ -105,13 +105,13 @@ def node_address() -> str:
 
 
 def _device_name(device: torch.device) -> str | None:
-    """Of an accelerator, a name that all processes of the cluster give it."""
+    """A name of the accelerator that is the same in all processes of the cluster; None for a CPU."""
     name = device_name(device)
     return None if name is None else f"{node_address()}/{name}"
 
 
 def describe_receiver(device: torch.device) -> dict[str, Any]:
-    """This process as a receiver, for plans."""
+    """The description of this process as a receiver, for a plan."""
     return {"seat": f"{node_address()}/{os.getpid()}", "device": _device_name(device)}
 
 
@@ -124,19 +124,18 @@ def plan_transfer(
     about: dict[str, Any],
     patience: float,
 ) -> TransferPlan:
-    """Who sends to whom: a receiver on a sender's own accelerator shares its memory, all others get weights from the
-    first sender."""
+    """Make a plan: a receiver on a sender's accelerator shares its memory, all others receive from the first sender."""
     sharing: dict[int, list[str]] = {}
     others: list[str] = []
     for found in seats:
         near = [i for i, offer in enumerate(offers) if found["device"] and offer["device"] == found["device"]]
         if near and not offers[near[0]]["shares"]:
-            near, backend = [], GLOO  # a library between devices wants them to be different ones
+            near, backend = [], GLOO  # NCCL needs different devices
         (sharing.setdefault(near[0], []) if near else others).append(found["seat"])
     common = {"tensors": tensors, "about": about, "patience": patience}
     plan = [{"store": offers[i]["store"], "way": SHARED, "seats": near, **common} for i, near in sharing.items()]
     if others and 0 in sharing:
-        # The first sender has one store, and it is taken: all its receivers get weights through main memory.
+        # The first sender has one store, which is in use already: all its receivers get weights through main memory.
         plan[list(sharing).index(0)] |= {"way": GLOO, "seats": [*sharing[0], *others]}
     elif others:
         plan.append({"store": offers[0]["store"], "way": backend, "seats": others, **common})
@@ -147,8 +146,10 @@ def plan_transfer(
 
 
 class TransferChannel:
+    """The process group of one sender and its receivers."""
+
     def __init__(self, entry: dict[str, Any], rank: int, device: torch.device, listening: int | None = None):
-        """`rank`: 0 is the sender, whose store listens on the socket `listening`."""
+        """`rank`: 0 is the sender, whose store listens on the descriptor `listening`."""
         self.way, self.rank, self.about = entry["way"], rank, entry["about"]
         self.device = torch.device("cpu") if self.way == GLOO else device
         self.tensors = [(name, dtype, tuple(shape)) for name, dtype, shape in entry["tensors"]]
@@ -166,7 +167,7 @@ class TransferChannel:
         self._shared = _shared_bucket(self.store, rank, self.device, self.buckets) if self.way == SHARED else None
 
     def transfer(self, packed: Tensor) -> None:
-        """One bucket of `pack_buckets`, from the sender into the receivers' tensors."""
+        """Send one bucket of `pack_buckets`, or receive it into `packed`."""
         with own_heartbeat.waiting():
             if self._shared is None:
                 self.group.broadcast(packed, 0).wait()
@@ -175,17 +176,18 @@ class TransferChannel:
             if self.rank == 0:
                 shared.copy_(packed)
                 torch.accelerator.synchronize()
-                self._barrier()  # it is there
+                self._barrier()  # the bucket is complete
             else:
                 self._barrier()
                 packed.copy_(shared)
                 torch.accelerator.synchronize()
-            self._barrier()  # it was taken
+            self._barrier()  # all receivers have copied it
 
     @contextlib.contextmanager
     def receiving(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """Everything that is sent, by name. What did not come are zeros, and the end of the block raises: a model that
-        loads the tensors gets through all of them, and can begin anew."""
+        """Yield an iterator over all tensors that are sent. After a failure the remaining tensors are zeros, and the
+        end of
+        the context raises: the model's loader can finish, so that a later sync can load again."""
         failures: list[RuntimeError] = []
         yield self._received(failures)
         if failures:
@@ -205,11 +207,11 @@ class TransferChannel:
     def close(self) -> None:
         self._shared = None
         self.group.shutdown()
-        del self.group  # only now does gloo close its connections, which a receiver that waits must see
+        del self.group  # gloo closes its connections only now, which ends the wait of receivers
 
     def _barrier(self) -> None:
         options = dist.BarrierOptions()
-        if self.way not in IN_MAIN_MEMORY:  # left to itself it takes a device by its own rank
+        if self.way not in IN_MAIN_MEMORY:  # by default the backend chooses a device by rank
             index = self.device.index
             options.device_ids = [torch.accelerator.current_device_index() if index is None else index]
         self.group.barrier(options).wait()
@@ -222,16 +224,16 @@ def join_as_receiver(plan: TransferPlan, device: torch.device) -> TransferChanne
 
 
 class TransferSender:
-    """The sending side in one process. Of a split model every process must send, also one without a channel: it gathers
-    with the others."""
+    """The sending side in one process. All processes of a sharded model must call `send`, also those without a channel,
+    because they take part in gathering."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._socket: socket.socket | None = None  # on the node's address, for the store of a channel
+        self._socket: socket.socket | None = None  # for the store of a channel, on the node's address
         self._channel: TransferChannel | None = None
 
     def offer(self) -> dict[str, Any]:
-        """For a plan: the store that this process could have, and what its device can do."""
+        """An offer for a plan: the address of a store on this process, and facts on its device."""
         self.close()
         self._socket = socket.create_server((node_address(), 0))
         return {
@@ -242,7 +244,7 @@ class TransferSender:
         }
 
     def open(self, plan: TransferPlan) -> None:
-        """Open the channel of the plan that begins here, if one does."""
+        """Open the channel of the plan whose sender is this process, if any."""
         assert self._socket is not None, "nothing was offered"
         store = [node_address(), self._socket.getsockname()[1]]
         entry = next((entry for entry in plan if entry["store"] == store), None)
@@ -253,8 +255,9 @@ class TransferSender:
         self._channel = TransferChannel(entry, 0, self.device, listening)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Where a receiver is gone nothing more is sent, but the processes that gather with this one are not left
-        alone: it raises at the end."""
+        """Send all tensors. If a receiver is lost, sending stops but gathering continues, since other processes take
+        part in
+        it; the error is raised at the end."""
         if self._channel is None:
             for _ in tensors:
                 own_heartbeat.move()
@@ -268,7 +271,7 @@ class TransferSender:
                 self._channel.transfer(packed)
             except RuntimeError as error:
                 failure = error
-                self.close()  # so that the other receivers wait no longer
+                self.close()  # ends the wait of the other receivers
         if failure is not None:
             raise failure
 
@@ -284,7 +287,7 @@ class TransferSender:
 def _gloo_group(store: dist.Store, rank: int, size: int, patience: timedelta, address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()
     options._timeout = patience
-    # This machine's own address on the way to the store: gloo would listen on every interface.
+    # Bind to the local address of the route to the store: gloo would listen on every interface otherwise.
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # nothing is sent
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=probe.getsockname()[0])]
@@ -292,7 +295,7 @@ def _gloo_group(store: dist.Store, rank: int, size: int, patience: timedelta, ad
 
 
 def _device_group(library: str, store: dist.Store, rank: int, size: int, patience: timedelta) -> Any:
-    """A group outside torch's own list of them: of a library that torch has, or that another package has brought."""
+    """A process group outside torch's registry, of a backend built into torch or added by another package."""
     if NODE_ADDRESS in os.environ:
         use_interface_of(node_address())
     if (own := getattr(dist, f"ProcessGroup{library.upper()}", None)) is not None:
@@ -309,7 +312,7 @@ def _device_group(library: str, store: dist.Store, rank: int, size: int, patienc
 
 
 def _shared_bucket(store: dist.Store, rank: int, device: torch.device, buckets: Sequence[Bucket]) -> Tensor:
-    """The sender's bucket, seen by all processes on its accelerator."""
+    """The sender's bucket, mapped into all processes on its accelerator."""
     size = max([BUCKET_BYTES, *map(_size, buckets)])
     if rank == 0:
         bucket = torch.empty(size, dtype=torch.uint8, device=device)
@@ -317,7 +320,7 @@ def _shared_bucket(store: dist.Store, rank: int, device: torch.device, buckets: 
         store.set("bucket", json.dumps([bucket.storage_offset(), shared]))
         return bucket
     offset, shared = json.loads(store.get("bucket"))
-    _, handle, *rest = shared  # the device has another number here
+    _, handle, *rest = shared  # the device may have another index here
     storage = torch.UntypedStorage._new_shared_cuda(
         device.index or 0, *(bytes.fromhex(v) if isinstance(v, str) else v for v in (handle, *rest))
     )

@@ -1,18 +1,20 @@
 """The memory of activations: gradient checkpointing, and activation offload to main memory.
 
-A layer with gradient checkpointing keeps its input, and of what it computes what --gradient_checkpointing_keep names:
+A layer with gradient checkpointing saves its input and the results that --gradient_checkpointing_keep names. The
+backward pass recomputes the rest:
 
-    nothing    the backward pass computes everything again
-    attention  all but the output of attention's kernel
-    products   all but the outputs of attention's kernel and of matrix products: norms, rotations and activations only
+    nothing    everything
+    attention  all but the output of the attention kernel
+    products   all but the outputs of the attention kernel and of matrix products: norms, rotations, activation
+    functions
 
-Gradients are the same, bit for bit. Attention without a fused kernel (with a soft cap, say) is made of
+Gradients are equal bit for bit. Attention without a fused kernel (with a soft cap, for example) consists of matrix
 products.
 
-With --offload_activations, what autograd itself keeps for the backward pass goes to main memory: with gradient
-checkpointing the input of every layer. Left on the device are weights, which are not copied for being used, and small
-tensors. On an accelerator copies go on a stream of their own, out while the next layer works, and back one layer ahead
-of the backward pass. On a CPU they are plain copies, for tests.
+With --offload_activations, the tensors that autograd saves for the backward pass go to main memory: with gradient
+checkpointing, the input of every layer. Weights and small tensors stay on the device. On an accelerator the copies use
+a separate stream: out while the next layer runs, and back one layer ahead of the backward pass. On a CPU they are plain
+copies, for tests.
 """
 
 import contextlib
@@ -39,12 +41,12 @@ ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-SMALL = 2**20  # bytes of a tensor that is not worth the way
+SMALL = 2**20  # bytes; smaller tensors are not offloaded
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
 def enable_gradient_checkpointing(module: "PackedModel", options: BackwardOptions) -> None:
-    """As the options say; without --gradient_checkpointing nothing."""
+    """Enable gradient checkpointing as the options say."""
     if not options.gradient_checkpointing:
         return
     reentrant = options.gradient_checkpointing_use_reentrant
@@ -63,14 +65,14 @@ def enable_gradient_checkpointing(module: "PackedModel", options: BackwardOption
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a Hugging Face model, split over processes or not."""
+    """The decoder layers of a Hugging Face model, sharded or not."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def set_checkpointed_layers(model: nn.Module, number: int) -> None:
-    """Have this many of the layers recompute, evenly spread; all do so far."""
+    """Restrict gradient checkpointing to this many layers, evenly spread."""
     layers = layers_of(model)
     if number > len(layers):
         name = type(model).__name__
@@ -88,13 +90,15 @@ def _operators(names: tuple[str, ...]) -> set[Any]:
 
 
 class ActivationOffload:
+    """Moves activations to main memory in the forward pass, and back in the backward pass."""
+
     def __init__(self, module: nn.Module, small: int = SMALL):
-        self._module, self._small = [module], small  # in a list: not a part of the module
+        self._module, self._small = [module], small  # in a list, so that it is not registered as a submodule
         self._stream: Any = None
 
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
-        """Inside, what autograd keeps is offloaded; it is brought back when the backward pass asks for it."""
+        """Offload the tensors that autograd saves inside the context."""
         weights = {local(p).untyped_storage()._cdata for p in self._module[0].parameters()}
         newest: OffloadedTensor | None = None
 
@@ -119,7 +123,7 @@ class ActivationOffload:
 
 class OffloadedTensor:
     def __init__(self, tensor: Tensor, stream: Any, before: "OffloadedTensor | None"):
-        """`before`: what was offloaded before it, and will be asked for after it."""
+        """`before`: the tensor offloaded before this one, which the backward pass needs after it."""
         self.device, self.stream, self.before = tensor.device, stream, before
         self._back: Tensor | None = None
         self._away = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None, requires_grad=False)
@@ -129,19 +133,19 @@ class OffloadedTensor:
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
             self._away.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory is not reused before it is copied
+        tensor.record_stream(stream)  # its memory must not be reused before it is copied
 
     def send_back(self) -> None:
-        """Start the copy back; it is complete when the stream has come so far."""
+        """Start the copy back to the device on the stream."""
         if self._back is None:
             with self.stream or contextlib.nullcontext():
                 self._back = torch.empty_like(self._away, device=self.device)
                 self._back.copy_(self._away, non_blocking=True)
 
     def back(self) -> Tensor:
-        """The tensor on its device; the copy of the one before it starts."""
+        """Wait for the tensor on its device, and start the copy of the one before it."""
         self.send_back()
-        found, self._back = self._back, None  # the caller holds it
+        found, self._back = self._back, None  # the caller owns it now
         assert found is not None
         if self.stream is not None:
             here = torch.accelerator.current_stream(self.device)

@@ -1,18 +1,19 @@
 """Variable-length attention over packed sequences, which attend to themselves and, in a group, to their prompt.
 
-Registered with Hugging Face's attention interface under the name `trimtab_packed`, so every model that uses the
-interface runs it unchanged. The sequences' spans say what a mask would keep apart. How far each layer looks back is the
-only other thing that a model's masks say: under our name transformers' mask functions return no mask but that number
-(`window_mask`), so that every layer has the window that its family gives it, however it does so.
+It is registered with Hugging Face's attention interface as `trimtab_packed`, so every model that uses the interface
+runs it unchanged. The spans of the sequences replace masks. The only other information in a model's masks is each
+layer's window: under our name, transformers' mask functions return that number instead of a mask (`window_mask`), so
+every layer gets its window whichever way its model family sets it.
 
 Two kernels give the same numbers:
-- torch's variable-length flash attention: where a device has it, in half precision, without soft cap;
-- dense blocks: sequences of similar length are gathered into a right-padded block and go through SDPA with the causal
-  flag. A padded position lies after every real one, so causality alone keeps it out; no mask is built.
+- torch's variable-length flash attention, if the device has it: in half precision, without soft cap;
+- dense blocks: sequences of similar length are gathered into a right-padded block for SDPA with the causal flag.
+Padding
+  comes after all real tokens, so causality alone excludes it; no mask is built.
 
-The model's own modules carry the current row. An argument would not do, because not every architecture hands keyword
-arguments down to its attention; a thread-local variable would not do, because gradient checkpointing calls attention
-again in the backward pass, which has its own threads. The row of a model stays until its next forward pass.
+The model's modules carry the current row. It cannot be an argument, because not every architecture passes keyword
+arguments down to its attention. It cannot be a thread-local variable, because gradient checkpointing calls attention
+again in the backward pass, which has its own threads. A model keeps its row until the next forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,30 +34,30 @@ if TYPE_CHECKING:
 
 NAME = "trimtab_packed"
 HALF = (torch.bfloat16, torch.float16)
-FILL = 0.8  # a dense block's sequences have at least this share of its length
-WINDOW = (1, 1, 0)  # how the shape of what `window_mask` returns begins
+FILL = 0.8  # least length of a sequence in a dense block, as a share of the longest
+WINDOW = (1, 1, 0)  # first dimensions of the tensor that `window_mask` returns
 
-# Any other argument that is not None is refused: dropping it could change the result.
+# Any other argument that is not None raises, because ignoring it could change the result.
 HONOURED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal", "position_ids"}
 HARMLESS = {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
 HARMLESS |= {"cache_position", "deterministic"}
-REFUSED = {"s_aux": "attention sinks", "position_bias": "a position bias"}  # what some of the others mean
+REFUSED = {"s_aux": "attention sinks", "position_bias": "a position bias"}  # names of some of the others, for messages
 
 
 class UnsupportedAttention(Exception):
-    """The model asks its attention for something this implementation would silently drop."""
+    """The model passes something to its attention that this implementation does not support."""
 
 
 # ---- the interface to transformers
 
 
 def register() -> None:
-    """Make the implementation known to transformers; harmless when repeated."""
+    """Register the implementation with transformers; may be repeated."""
     register_attention(NAME, packed_attention)
 
 
 def register_attention(name: str, attention: Callable) -> None:
-    """Register an implementation by this name, with masks that say each layer's window."""
+    """Register an implementation under this name, with `window_mask` as its mask function."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
@@ -71,25 +72,28 @@ def window_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor:
-    """What transformers' mask functions return under our names: an empty tensor [1, 1, 0, window], with 0 for a layer
-    that looks back to the beginning. A shape can be read without waiting for a device."""
+    """Mask function for our names: returns an empty tensor [1, 1, 0, window], with window 0 for full attention. A shape
+    can
+    be read without a device sync."""
     if use_vmap:
         raise UnsupportedAttention(f"{type(config).__name__} asks for a mask that is not only causal")
-    # Windows and chunks are asked for by the same argument.
+    # Windows and chunks use the same argument.
     if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
         raise UnsupportedAttention(f"its layers attend within chunks of {local_size} tokens")
     return torch.empty((*WINDOW, local_size or 0), dtype=torch.bool, device=device)
 
 
 def unpadded(ids: Tensor) -> Tensor:
-    """The 2D mask that says that all tokens count. Without one transformers looks for packed sequences among the
-    positions, which waits for the device in every pass."""
+    """A 2D mask without padding. Without any mask, transformers looks for packed sequences in the position ids, which
+    syncs
+    with the device in every pass."""
     return torch.ones((1, 1), dtype=torch.bool, device=ids.device).expand(ids.shape)
 
 
 def with_window(module: nn.Module, mask: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A layer's arguments, with the window of its mask. That is the model's definition: families differ in whether
-    the argument repeats it."""
+    """A layer's arguments, with the window from its mask. The mask decides: model families differ in whether the
+    argument
+    repeats the window."""
     if mask is None:
         return arguments
     if mask.shape[:3] != WINDOW:
@@ -97,7 +101,7 @@ def with_window(module: nn.Module, mask: Tensor | None, arguments: dict[str, Any
     return arguments | {"sliding_window": mask.shape[3] or None}
 
 
-# Left out of compiled layers: a row's spans differ in every pass, and counting calls would recompile for every number.
+# Not compiled: a row's spans differ in every pass, and the call counter would cause a recompilation for every value.
 @torch.compiler.disable
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments
@@ -119,7 +123,7 @@ def packed_attention(
 
 
 class AttentionContext(Protocol):
-    """The tokens of a forward pass, which know what they attend to."""
+    """The tokens of a forward pass and the keys they attend to."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
         """query [1, heads, T, D] in, [1, T, heads, D] out."""
@@ -127,17 +131,17 @@ class AttentionContext(Protocol):
 
 @dataclass
 class PackedPass:
-    """The forward pass that a model is in, as its attention and its layers see it."""
+    """The state of a model's current forward pass, for its attention and its layers."""
 
     row: AttentionContext | None = None
     calls: int = 0
     callers: list[nn.Module] | None = None  # modules that called attention, while the self-check records them
     compiled: bool = False  # layers run compiled (models/compile.py)
-    failure: str = ""  # why one of them could not
-    comparison: "Comparison | None" = None  # while compiled layers are compared with plain ones
+    failure: str = ""  # why a compiled layer failed
+    comparison: "Comparison | None" = None  # while compiled layers are compared with eager ones
 
     def begin(self, model: nn.Module, row: AttentionContext) -> None:
-        """Attention calls of this model belong to this row from now on."""
+        """Start a forward pass of the model on this row."""
         carry(model, self)
         self.row, self.calls = row, 0
 
@@ -146,14 +150,14 @@ _CARRIED = "_trimtab_pass"
 
 
 def carry(model: nn.Module, current: object) -> None:
-    """Have all modules of the model carry the pass that they are in."""
+    """Attach the current pass to all modules of the model."""
     if vars(model).get(_CARRIED) is not current:
         for module in model.modules():
-            vars(module)[_CARRIED] = current  # not by setattr, which looks for parameters and submodules
+            vars(module)[_CARRIED] = current  # not by setattr, which nn.Module overrides
 
 
 def carried(module: nn.Module) -> Any:
-    """The pass that a module is in; None: none."""
+    """The current pass of a module, if any."""
     return vars(module).get(_CARRIED)
 
 
@@ -162,7 +166,7 @@ def carried(module: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How one layer attends."""
+    """Attention settings of one layer."""
 
     scale: float
     window: int | None
@@ -171,7 +175,7 @@ class LayerAttention:
 
     @classmethod
     def of(cls, arguments: dict[str, Any], query: Tensor, longest: int) -> "LayerAttention":
-        """`longest`: sequence, which no window reaches beyond."""
+        """`longest`: length of the longest sequence; a window of at least that length has no effect."""
         window = arguments.get("sliding_window")
         return cls(
             arguments.get("scaling") or query.shape[-1] ** -0.5,
@@ -183,11 +187,11 @@ class LayerAttention:
 
 @dataclass
 class PackedRow:
-    """Where each sequence of a packed row lies, prepared once and used by every layer."""
+    """The positions of the sequences in a packed row, prepared once for all layers."""
 
-    query_starts: Tensor  # [sequences + 1] int32, for varlen: own tokens, and
-    key_starts: Tensor  # own and borrowed ones
-    key_rows: Tensor | None  # row index of every key; None: nothing is borrowed
+    query_starts: Tensor  # [sequences + 1] int32, for varlen: of a sequence's own tokens
+    key_starts: Tensor  # of its own tokens and its shared prefix
+    key_rows: Tensor | None  # row index of every key; None: no shared prefixes
     tokens: int
     longest: int  # keys of a sequence
     spans: Sequence[Span] = ()
@@ -214,7 +218,7 @@ class PackedRow:
         return self.attend_dense(q, k, v, layer)[None]
 
     def attend_dense(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
-        """[T, heads, D], block by block."""
+        """Attention in dense blocks; returns [T, heads, D]."""
         blocks, order = self._dense
         pieces = []
         for rows, owned in blocks:
@@ -228,8 +232,9 @@ class PackedRow:
 
     @cached_property
     def _dense(self) -> "tuple[list[tuple[slice | PaddedBlock, Tensor | None]], Tensor | None]":
-        """Blocks of sequences of similar length, and the order of their results in the row (None: as they are). Of a
-        block: its rows, and the slots whose result is kept (a borrowed token's is kept where it is owned)."""
+        """Blocks of sequences of similar length, and the order of their results in the row (None: unchanged). A block
+        has its
+        rows, and the slots whose results are used: those of a sequence's own tokens, not of a shared prefix."""
         device, spans = self.query_starts.device, self.spans
         # Longest first.
         groups: list[list[Span]] = []
@@ -254,7 +259,7 @@ class PackedRow:
 
 
 def _key_rows(spans: list[Span]) -> np.ndarray:
-    """Row index of every token of every sequence, the borrowed ones first."""
+    """Row index of every token of every sequence, its shared prefix first."""
     lent = [(s.prefix_start, s.start) for s in spans], [(s.prefix_length, s.length) for s in spans]
     starts, lengths = (np.array(both).reshape(-1) for both in lent)
     before = lengths.cumsum() - lengths
@@ -269,15 +274,15 @@ def cumulative(lengths: list[int]) -> Tensor:
 
 
 class Sequences(Protocol):
-    query_starts: Tensor  # [sequences + 1] int32, and
-    key_starts: Tensor
-    key_rows: Tensor | None  # which keys each sees, of those given; None: as they lie
-    longest: int  # keys
+    query_starts: Tensor  # [sequences + 1] int32
+    key_starts: Tensor  # [sequences + 1] int32
+    key_rows: Tensor | None  # indices of the keys to use; None: all, in order
+    longest: int  # most keys of a sequence
 
 
 def varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
     return (
-        # A fake tensor stands for one on an accelerator (plan), where memory is linear in any dtype.
+        # A meta tensor represents an accelerator in plans; memory is then linear in any dtype.
         (query.is_meta or (kind_of(query.device).varlen and query.dtype in HALF))
         and softcap is None
         and dropout == 0.0
@@ -289,11 +294,11 @@ def varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout:
 def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float, window: int | None
 ) -> Tensor:
-    """[tokens, heads, D] of all sequences one after another, each seeing its keys up to itself."""
+    """Causal attention of concatenated sequences; returns [tokens, heads, D]."""
     if sequences.key_rows is not None:
         key, value = (x.index_select(0, sequences.key_rows) for x in (key, value))
-    # With fewer queries than keys the last ones are aligned: own tokens see the borrowed ones before them. The operator
-    # itself and not torch's function around it, which in some versions wants keys repeated for every query head.
+    # With fewer queries than keys the last ones are aligned, so own tokens see the shared prefix. The operator is
+    # called directly, because torch's wrapper in some versions needs keys repeated for every query head.
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(query, key, value, sequences.query_starts, sequences.key_starts, sequences.longest, sequences.longest),
         dropout_p=0.0,
@@ -314,10 +319,10 @@ class PaddedBlock:
     """Sequences of similar length as one right-padded block."""
 
     size: int
-    slots: Tensor  # [size * length] row index of every slot; of padding any
-    real: Tensor  # slots that hold a token, and
-    rows: Tensor  # their row index
-    repeats: bool  # a row stands in several slots, so its gradients add up
+    slots: Tensor  # [size * length] row index of every slot; arbitrary for padding
+    real: Tensor  # slots with a token
+    rows: Tensor  # row indices of these slots
+    repeats: bool  # rows may be in several slots, so that gradients must be summed
 
     @classmethod
     def of(cls, rows: list[np.ndarray], repeats: bool, device: torch.device) -> "PaddedBlock":
@@ -337,7 +342,7 @@ class PaddedBlock:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows into block slots; the gradient comes back from the slots that hold a token."""
+    """Gathers rows into block slots; gradients flow back only from slots with a token."""
 
     @staticmethod
     def forward(ctx, x, block):
@@ -374,7 +379,7 @@ def _attend_block(query: Tensor, key: Tensor, value: Tensor, layer: LayerAttenti
 
 
 def attend_masked(query, key, value, seen, scale, softcap, dropout=0.0):
-    """Attention to the keys that `seen` [..., queries, keys] says, of blocks [samples, heads, L, D]."""
+    """Attention with the boolean mask `seen` [..., queries, keys], on blocks [samples, heads, L, D]."""
     groups = query.shape[1] // key.shape[1]
     if softcap is None:
         return F.scaled_dot_product_attention(query, key, value, seen, dropout, scale=scale, enable_gqa=groups > 1)
@@ -385,9 +390,9 @@ def attend_masked(query, key, value, seen, scale, softcap, dropout=0.0):
 
 
 def _causal_in_strips(query, key, value, scale, strips: int = 4):
-    """Causal attention, a strip of queries at a time against the keys up to its end.
+    """Causal attention in strips of queries, each with the keys up to its end.
 
-    The CPU kernel computes whole blocks of 512 keys and throws the future away; strips leave most of it out.
+    The CPU kernel computes whole blocks of 512 keys and discards future ones; strips avoid most of that work.
     """
     length = query.shape[2]
     ends = [length * (i + 1) // strips for i in range(strips)]

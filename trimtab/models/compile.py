@@ -1,17 +1,17 @@
-"""Compiled layers: their element-wise work becomes few kernels, in training and scoring passes (--compile).
+"""torch.compile for decoder layers, which fuses their element-wise work, in training and scoring (--compile).
 
-Every layer's forward pass is compiled once for all layers and all lengths of a row; attention is left out of it
-(models/attention.py). Engines run the same layers uncompiled: a layer looks at the pass that it carries.
+The forward pass of a layer is compiled once for all layers and all row lengths; attention is not compiled
+(models/attention.py). Engines run the same layers uncompiled: a layer checks the pass that it carries.
 
-A compiler may break, give other numbers or recompile for every length. So before the first step compiled layers are
-compared with plain ones, on rows that are the same in every run: which kernels are made depends on the first sizes that
-are met, and a resumed run must have those of the run before it. Nothing is chosen by measuring, for the same reason.
-torch keeps compiled code between runs (TORCHINDUCTOR_CACHE_DIR, by default in the folder of temporary files).
+A compiler may fail, give other numbers or recompile for every length. So before the first step, compiled layers are
+compared with eager ones on rows that are the same in every run: the generated kernels depend on the first sizes seen,
+and a resumed run must get the same kernels. For the same reason, nothing is chosen by measuring time. torch caches
+compiled code between runs (TORCHINDUCTOR_CACHE_DIR, by default in the temporary folder).
 
-Layers are compared one by one, each with the same input. Over all layers of a model in half precision rounding adds up:
-of a random one with 32 layers, gradients may be off by a tenth and nothing be wrong. In one layer rounding is so small
-that an error stands out. A token that goes to another expert by the last bit of its router is not wrong either, so the
-worst tenth of the tokens does not count.
+Layers are compared one by one on the same input. Over a whole model in half precision, rounding accumulates: with 32
+random layers, gradients may differ by a tenth without any error. In one layer rounding is so small that an error stands
+out. A token routed to another expert because of the last bit of its router is no error either, so the worst tenth of
+the tokens is ignored.
 """
 
 import contextlib
@@ -39,24 +39,24 @@ from trimtab.models.reward import RewardOutput
 from trimtab.models.selfcheck import probe_batch
 
 COMPILER: dict[str, Any] = {"options": {"deterministic": True}}
-"""Which compiler; tests take a faster one."""
+"""Arguments of torch.compile; tests use a faster compiler."""
 LATE = 16
-"""Pieces of code that may be compiled after the trials: a kind of pass that was not tried has about four."""
-VARIANTS = 64  # of one function: models of a run differ in sizes, and each trains, scores and has adapters or not
+"""Graphs that may be compiled after the trial passes; a kind of pass that was not tried has about four."""
+VARIANTS = 64  # of one function: a run's models differ in size, train or score, with or without adapters
 
-FIRST, OTHER = (500, 524), (211, 130, 64)  # lengths of the sequences that are tried, in two rows
+FIRST, OTHER = (500, 524), (211, 130, 64)  # sequence lengths of the two trial rows
 
 ADDED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.03}
-"""How far a token may be off, as a share of what the layer adds to it; beside that by as much as it is rounded."""
+"""Tolerance of a token's output, relative to the change by the layer; rounding of the output comes on top."""
 WEIGHTS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
-"""How far the gradients of a layer's weights may be off, all together, as a share of them."""
-COUNTED = 0.9  # of the tokens
+"""Tolerance of the gradient of a layer's weights, relative to its norm."""
+COUNTED = 0.9  # quantile of the tokens that must be within the tolerance
 
 Forward = Callable[..., Any]
 AtWork = Callable[[], AbstractContextManager[Any]]
-"""Inside, a model is where and how it scores."""
+"""A context in which a model scores, on the right device and with adapters on or off."""
 Gradients = Callable[[], list[Tensor]]
-"""What a backward pass gave, which is then forgotten."""
+"""Returns the gradients of a backward pass and clears them."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CompileResult:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Refuse what asks for compiled layers where nothing compiles them."""
+    """Refuse --compile on without a compiler for the device."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -88,16 +88,17 @@ def compile_layers(
     gradients: Gradients | None = None,
     router: bool = False,
 ) -> CompileResult:
-    """Compile a model's layers and try them; where they will not do they are left plain.
+    """Compile a model's layers and check them; if they fail, the eager layers stay in use.
 
-    `scores`: in each of these it scores; `gradients`: it learns; `router`: and its routers with it. All processes that
-    hold a part of the model must ask.
+    `scores`: contexts in which it scores; `gradients`: given for a trained model; `router`: its routers are trained
+    too.
+    All processes of the model must call it.
     """
     began = time.monotonic()
     if root.path != "packed":
         return CompileResult("its rows are padded")
     with preserve_rng_state(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what is left uncompiled
+        warnings.simplefilter("ignore")  # about code that is not compiled
         problem = _problem(root, scores, gradients, router)
     if problem:
         disable_compile(root)
@@ -110,7 +111,7 @@ def disable_compile(root: PackedModel) -> None:
 
 
 def compile_problem(root: PackedModel) -> str:
-    """What was wrong with a model's compiled layers after they were tried; empty: nothing."""
+    """The problem of a model's compiled layers since they were checked; empty: none."""
     if not root.attention.compiled:
         return ""
     late = graphs_so_far() - CompiledLayer.tried
@@ -118,14 +119,14 @@ def compile_problem(root: PackedModel) -> str:
 
 
 def graphs_so_far() -> int:
-    """How many pieces of code were compiled in this process."""
+    """Number of graphs compiled in this process."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 def _problem(root: PackedModel, scores: Sequence[AtWork], gradients: Gradients | None, router: bool) -> str:
-    """What is wrong with compiled layers; empty: nothing."""
+    """Run trial passes and compare; returns the first problem, or an empty string."""
     room = learned_positions(root.inner)
     rows = [
         probe_batch(root.config, root.device, [n if room is None else min(n, room) for n in lengths])
@@ -146,12 +147,12 @@ def _problem(root: PackedModel, scores: Sequence[AtWork], gradients: Gradients |
         _learnt_values(root, row, router).mean().backward()
         gradients()
 
-    works: list[AtWork | None] = [*([] if gradients is None else [None]), *scores]  # None: it learns
+    works: list[AtWork | None] = [*([] if gradients is None else [None]), *scores]  # None: training
     try:
         _install(root)
         if has_kernels(root.device):
-            # Start the processes that compile. torch waits for ever for what they were asked if they are gone, and a
-            # signal to the run's whole group would end them, but not a run that means to save first.
+            # Start the compile workers, shielded from signals: a signal to the run's process group would kill them
+            # while the run still saves, and torch would wait forever for their results.
             from torch._inductor.async_compile import AsyncCompile
 
             with unheard_by_children():
@@ -176,7 +177,7 @@ def _problem(root: PackedModel, scores: Sequence[AtWork], gradients: Gradients |
                 root.attention.comparison = None
             if comparison.problem:
                 return comparison.problem
-    except Exception as error:  # a compiler raises anything
+    except Exception as error:  # a compiler may raise anything
         if gradients is not None:
             gradients()
         return _compiler_error(error)
@@ -192,12 +193,12 @@ def _learnt_values(root: PackedModel, row: TokenBatch, router: bool) -> Tensor:
 
 
 def _install(root: PackedModel) -> None:
-    if hasattr(torch._dynamo.config, "nested_graph_breaks"):  # two pieces a layer, before and after attention, not four
+    if hasattr(torch._dynamo.config, "nested_graph_breaks"):  # two graphs a layer instead of four
         torch._dynamo.config.nested_graph_breaks = True
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # pages about what it leaves uncompiled
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # long messages about uncompiled code
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
-    # A layer's own numbers (scales, probabilities) are constants. As unknowns torch gives most of them up when a piece
-    # is traced, and begins it anew: in every run, since no cache knows of it.
+    # Treat a layer's float attributes (scales, probabilities) as constants. As symbols, most of them cause torch to
+    # restart tracing, in every run, because no cache covers that.
     torch._dynamo.config.specialize_float = True
     for layer in layers_of(root.inner):
         if not isinstance(layer.forward, CompiledLayer):
@@ -205,12 +206,12 @@ def _install(root: PackedModel) -> None:
 
 
 class CompiledLayer:
-    """A layer's forward pass: as it was compiled in passes that say so, else as it is."""
+    """A layer's forward: compiled in passes with `compiled` set, otherwise eager."""
 
-    tried: ClassVar[int] = 0  # pieces of code that were compiled up to the last trial
+    tried: ClassVar[int] = 0  # graphs compiled up to the last check
 
     def __init__(self, layer: nn.Module):
-        self._layer, self._plain = [layer], layer.forward  # in a list: not a part of it
+        self._layer, self._plain = [layer], layer.forward  # in a list, so that it is not registered as a submodule
         self._compiled = torch.compile(layer.forward, dynamic=True, **COMPILER)
         self._fails = False
 
@@ -225,23 +226,25 @@ class CompiledLayer:
         try:
             return self._compiled(*arguments, **named)
         except torch._dynamo.exc.TorchDynamoException as error:
-            # Raised before anything has run, so that this pass can go on. The others follow after the step.
+            # Raised before anything has run, so this pass can continue eagerly. Other layers follow after the step.
             self._fails, current.failure = True, _compiler_error(error)
             return self._plain(*arguments, **named)
 
     def _learning(self, hidden_TD: Tensor) -> Tensor:
-        """The first layer that learns, above embeddings that do not, would be compiled for itself."""
+        """Make the input of the first trained layer above frozen embeddings require a gradient, like that of all
+        others; it
+        would be compiled separately otherwise."""
         if hidden_TD.requires_grad or not any(weight.requires_grad for weight in self._layer[0].parameters()):
             return hidden_TD
         return RequireGradient.apply(hidden_TD, hidden_TD.new_empty((), requires_grad=True))
 
 
 class RequireGradient(torch.autograd.Function):
-    """Hidden states for which a gradient is asked, and then dropped."""
+    """Makes hidden states require a gradient, and discards it."""
 
     @staticmethod
     def forward(ctx, hidden_TD, asks):
-        return hidden_TD.clone()  # a view would be compiled for itself, too
+        return hidden_TD.clone()  # a view would also be compiled separately
 
     @staticmethod
     def backward(ctx, grad):
@@ -252,22 +255,22 @@ def _compiler_error(error: Exception) -> str:
     return f"the compiler fails ({' '.join(str(error).split())[:120]})"
 
 
-# ---- comparison of one layer, run in two ways
+# ---- comparison of a compiled and an eager layer
 
 
 @dataclass
 class Comparison:
-    """Compiled layers against plain ones, of all layers in one pass of a model without gradients."""
+    """Compares all compiled layers with eager ones, during one forward pass of the model without gradients."""
 
     learns: bool
-    problem: str = ""  # of the first layer that has one
+    problem: str = ""  # of the first layer with one
 
     def of(self, layer: nn.Module, plain: Forward, compiled: Forward, arguments: Sequence[Any], named: Any) -> Any:
-        """Compare, and return what the plain forward pass gives."""
+        """Compare a layer, and return the eager result."""
         hidden_TD, *others = arguments
         if not self.problem:
             slope_TD = torch.arange(hidden_TD.numel(), device=hidden_TD.device).mul(0.7).sin().view_as(hidden_TD)
-            slope_TD = slope_TD.to(hidden_TD.dtype)  # any gradient will do
+            slope_TD = slope_TD.to(hidden_TD.dtype)  # an arbitrary gradient
             theirs, ours = (self._run(layer, call, hidden_TD, slope_TD, others, named) for call in (plain, compiled))
             self.problem = _difference(ours, theirs, hidden_TD, slope_TD)
         return plain(hidden_TD, *others, **named)
@@ -287,11 +290,11 @@ class Comparison:
 
 
 LayerResult = tuple[Tensor, Tensor | None, list[Tensor]]
-"""Of one pass: hidden states, and where the model learns the gradients of its input and its weights."""
+"""Hidden states of a layer and, in training, the gradients of its input and of its weights."""
 
 
 def _difference(ours: LayerResult, theirs: LayerResult, hidden_TD: Tensor, slope_TD: Tensor) -> str:
-    """What is too far off; empty: nothing."""
+    """Describe a difference above the tolerance; empty: none."""
     (out_TD, back_TD, weights), (plain_TD, plain_back_TD, plain_weights) = ours, theirs
     if (back_TD is None) != (plain_back_TD is None) or len(weights) != len(plain_weights):
         return "compiled ones give other gradients"
@@ -302,13 +305,13 @@ def _difference(ours: LayerResult, theirs: LayerResult, hidden_TD: Tensor, slope
         a, b = (torch.cat([w.flatten().float() for w in found]) for found in (weights, plain_weights))
         off["gradients of weights"] = ((a - b).norm() / (WEIGHTS[hidden_TD.dtype] * b.norm()).clamp_min(1e-30)).item()
     for what, times in off.items():
-        if not times <= 1:  # also what is no number
+        if not times <= 1:  # also true for NaN
             return f"{what} of compiled ones are off by {times:.2g} times what rounding explains"
     return ""
 
 
 def off_by(ours_TD: Tensor, theirs_TD: Tensor, before_TD: Tensor) -> Tensor:
-    """How far each token [T] is off behind a layer, as a multiple of how far it may be. `before_TD`: its input."""
+    """The error of each token [T] after a layer, as a multiple of the tolerance. `before_TD`: the layer's input."""
     ours, theirs, before = (x.float().flatten(0, -2) for x in (ours_TD, theirs_TD, before_TD))
     rounded_T = torch.finfo(theirs_TD.dtype).eps * theirs.norm(dim=1)
     allowed_T = ADDED[theirs_TD.dtype] * (theirs - before).norm(dim=1) + rounded_T

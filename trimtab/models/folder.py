@@ -1,4 +1,4 @@
-"""Check a model folder by its JSON files alone. Imports neither torch nor transformers."""
+"""Checks of a model folder by its JSON files alone. Imports neither torch nor transformers."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ ADAPTER = "adapter_config.json"
 
 
 def check_looks_like_model(pretrain: str, flag: str) -> bool:
-    """Refuse a local folder that cannot be a model. False: there is no such folder, and the hub may have the model."""
+    """Refuse a local folder that is not a model. False: there is no such folder, and the name may be on the hub."""
     folder = Path(pretrain).expanduser()
     if not folder.exists():
         if not looks_like_hub_name(pretrain):
@@ -36,7 +36,7 @@ def check_looks_like_model(pretrain: str, flag: str) -> bool:
 
 
 def merging(adapter: Path, flag: str) -> str:
-    """The command that makes a model of an adapter."""
+    """The command that merges an adapter into its base model."""
     described = read_json(adapter / ADAPTER, flag)
     base = described.get("base_model_name_or_path") or "MODEL"
     kind = " --is_rm" if described.get("task_type") == "SEQ_CLS" else ""

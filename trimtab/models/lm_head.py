@@ -2,13 +2,13 @@
 
     log p(y | h) = z_y - logsumexp(z),      z = cap(scale * (W h + b)) / temperature,   cap(z) = c tanh(z / c)
 
-Tokens go through in chunks. The forward pass keeps one number for each token (the logsumexp; two with entropy); the
-backward pass computes the chunk's logits again, on a CPU those of chunks beyond the first KEPT logits. Granite, Cohere
-and Gemma-2 have a `scale` or `c`; other families have neither. After the matrix product everything is fp32. Where
-Triton's kernels run, what follows the product is one pass over the chunk in each direction (lm_head_kernels.py).
+Tokens are processed in chunks. The forward pass saves one number per token (the logsumexp; two with entropy); the
+backward pass recomputes a chunk's logits, on a CPU only those beyond the first KEPT logits. Granite, Cohere and Gemma-2
+have a `scale` or `c`; other families have neither. Everything after the matrix product is fp32. With Triton, the work
+after the product is one pass over the chunk in each direction (lm_head_kernels.py).
 
-Of a head that is split by vocabulary (parallel/tensor_parallel) each process has the logits of its own words, in chunks
-as well. After all chunks they exchange two numbers for each token (three with entropy): of r processes
+With a head split by vocabulary (parallel/tensor_parallel), each process computes the logits of its own part of the
+vocabulary, also in chunks. After all chunks they exchange two numbers per token (three with entropy); over processes r
 
     log Z = logsumexp_r(log Z_r),      E[z] = sum_r exp(log Z_r - log Z) E_r[z]
 
@@ -28,12 +28,12 @@ from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.fsdp import local
 from trimtab.models.parallel.tensor_parallel import VocabShard
 
-KEPT = 2**26  # logits, 256 MiB, that a CPU does not compute again for the backward pass
+KEPT = 2**26  # logits (256 MiB) that a CPU saves for the backward pass instead of recomputing them
 
 
 @dataclass(frozen=True)
 class LogitShape:
-    """What a model does to W h + b before the softmax."""
+    """Scale and soft cap that a model applies to W h + b before the softmax."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -63,7 +63,7 @@ def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float) -> Tensor:
 def read_logits(
     raw: Tensor, places_N: Tensor, shape: LogitShape, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of a chunk: the logits of the targets, log Z and, for entropies, E[z]."""
+    """The targets' logits, log Z and, for entropies, E[z] of a chunk."""
     if raw.is_meta:
         chosen_N, normalisers_N, means_N = raw.new_empty(3, len(raw))
         return chosen_N, normalisers_N, means_N if entropy else None
@@ -81,13 +81,13 @@ def read_logits(
 
 
 class LogitRows(NamedTuple):
-    """What the gradient of a row of logits is made of."""
+    """Inputs of the gradient of rows of logits."""
 
-    places: Tensor  # of the targets, among the words that are here
+    places: Tensor  # indices of the targets in this process's part of the vocabulary
     normalisers: Tensor
     means: Tensor | None  # E[z], for entropies
     grad_log_probs: Tensor
-    grad_chosen: Tensor  # the same; 0 where the target is not here
+    grad_chosen: Tensor  # grad_log_probs, or 0 if the target is in another process's part
     grad_entropy: Tensor
 
     def at(self, part: slice) -> "LogitRows":
@@ -97,7 +97,7 @@ class LogitRows(NamedTuple):
 def logit_gradient(
     raw: Tensor, rows: LogitRows, shape: LogitShape, temperature: float, dtype: torch.dtype, grad_bias: Tensor | None
 ) -> Tensor:
-    """Of a chunk's raw logits, in the dtype of the weights; the bias's share is added to its own."""
+    """Gradient of a chunk's raw logits, in the dtype of the weights; its sum is added to `grad_bias`."""
     if raw.is_meta:
         return torch.empty_like(raw, dtype=dtype)
     if has_kernels(raw.device):
@@ -137,7 +137,7 @@ def token_log_probs(
     entropy: bool = False,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """fp32 log-prob of every target, and the entropy of every prediction when asked for."""
+    """fp32 log-prob of every target and, if requested, the entropy of every prediction."""
     if type(head) is nn.Linear:
         shard = VocabShard.of(head.weight)
         weight, bias = _matrix(head)
@@ -152,7 +152,7 @@ def token_log_probs(
         entropies = -(log_probs.exp() * log_probs).sum(-1)
         return log_probs.gather(-1, targets[:, None])[:, 0], entropies
 
-    # A head that is more than one matrix (LoRA on it, say): the module itself, chunk by chunk.
+    # A head that is more than one matrix (for example with LoRA): call the module, chunk by chunk.
     size = chunk or chunk_tokens(head.out_features, hidden_ND.device)
     chunks = zip(hidden_ND.split(size), targets_N.split(size))
     pieces = [checkpoint(from_module, h, y, use_reentrant=False) for h, y in chunks]
@@ -161,9 +161,10 @@ def token_log_probs(
 
 
 def chunk_tokens(vocabulary: int, device: torch.device, *, alone: bool = False) -> int:
-    """Tokens a chunk, so that its fp32 logits take 16 MiB on a CPU and 512 MiB on an accelerator; 1 GiB where kernels
-    leave them `alone`, with nothing of that size beside them (on an H200 more is no faster). A fake tensor stands for
-    one on an accelerator (plan)."""
+    """Tokens per chunk: its fp32 logits take 16 MiB on a CPU, 512 MiB on an accelerator, and 1 GiB if `alone` with
+    fused
+    kernels, which need no second matrix of that size (larger chunks are no faster on an H200). A meta device represents
+    an accelerator in plans."""
     if device.type == "cpu":
         return max(1, 2**22 // vocabulary)
     fused = alone and (device.type == "meta" or has_kernels(device))
@@ -171,8 +172,8 @@ def chunk_tokens(vocabulary: int, device: torch.device, *, alone: bool = False) 
 
 
 def choice_log_probs(hidden_ND: Tensor, head: nn.Module, choices_K: Tensor, shape: LogitShape) -> Tensor:
-    """Log-probs of a few tokens among themselves [N, K]: of a plain head only their rows are multiplied."""
-    if type(head) is not nn.Linear:  # LoRA on it, say
+    """Log-probs over only the tokens `choices_K` [N, K]; with a plain head, only their rows are multiplied."""
+    if type(head) is not nn.Linear:  # for example with LoRA
         return shaped_logits(head(hidden_ND)[:, choices_K], shape, 1.0).log_softmax(-1)
     shard, (weight, bias) = VocabShard.of(head.weight), _matrix(head)
     if shard is None:
@@ -193,9 +194,9 @@ def token_divergence(
     teacher_shape: LogitShape,
     divergence: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Divergence of each token's two distributions, from hidden states, chunk by chunk and recomputed in backward.
+    """Divergence between student and teacher at each token, in chunks that are recomputed in the backward pass.
 
-    A divergence is any function of both distributions, so of a split head the logits of a chunk are gathered.
+    A divergence is any function of both distributions, so the logits of a split head are gathered chunk by chunk.
     """
 
     def of_chunk(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
@@ -204,14 +205,14 @@ def token_divergence(
             teacher = shaped_logits(teacher_head(teacher_hidden), teacher_shape, 1.0)
         return divergence(student, teacher)
 
-    # Several fp32 matrices of a chunk are alive at once here.
+    # Smaller chunks, since several fp32 matrices of a chunk are alive at once.
     size = max(1, chunk_tokens(head.out_features, hidden_ND.device) // 4)
     pairs = zip(hidden_ND.split(size), teacher_hidden_ND.split(size))
     return torch.cat([checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in pairs])
 
 
 def whole_logits(hidden_ND: Tensor, head: nn.Module) -> Tensor:
-    """Logits of every word, of a split head too: to sample from, not to train."""
+    """Logits of the whole vocabulary, gathered from a split head, for sampling."""
     if type(head) is not nn.Linear:
         return head(hidden_ND)
     shard, (weight, bias) = VocabShard.of(head.weight), _matrix(head)
@@ -220,13 +221,14 @@ def whole_logits(hidden_ND: Tensor, head: nn.Module) -> Tensor:
 
 
 def _matrix(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the words that are here."""
+    """Weight and bias of this process's part of the vocabulary."""
     return local(head.weight), None if head.bias is None else local(head.bias)
 
 
 def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """fp32 result; where there are such products also of half-precision operands, without rounding the logits first."""
-    if hidden.is_meta:  # stands for an accelerator (plan); not every torch knows the product below on it
+    """fp32 logits; if the device has such products, half-precision inputs are not rounded to half precision in
+    between."""
+    if hidden.is_meta:  # an accelerator in plans; not every torch has the product below on meta tensors
         raw = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
     elif kind_of(hidden.device).wide_products and hidden.dtype != torch.float32:
         raw = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -236,7 +238,7 @@ def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """To an fp32 sum; where there are such products, without rounding what is added."""
+    """Add a product to an fp32 sum; if the device supports it, without rounding the product first."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif kind_of(total.device).wide_products:
@@ -248,7 +250,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, shard, shape, temperature, entropy, chunk):
-        """`shard`: the words that weight and bias are of; None: all."""
+        """`shard`: this process's part of the vocabulary; None: all of it."""
         count = hidden.shape[0]
         places, here = (targets, None) if shard is None else shard.places(targets)
         chosen = hidden.new_empty(count, dtype=torch.float32)  # the targets' logits
@@ -265,7 +267,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if raw.numel() <= room:
                 kept[begin] = raw
                 room -= raw.numel()
-            del raw  # else the next chunk's logits stand beside them
+            del raw  # free it before the next chunk's logits are computed
         if shard is not None:
             chosen, normalisers, means = _of_all_words(chosen * here, normalisers, means, shard)
         ctx.save_for_backward(hidden, weight, bias, places, here, normalisers, means)
@@ -284,7 +286,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rows = LogitRows(places, normalisers, means, grad_log_probs, grad_chosen, grad_entropy)
         for begin in range(0, hidden.shape[0], chunk):
             part = slice(begin, begin + chunk)
-            raw = ctx.kept.pop(begin, None)  # the gradient is made in its place
+            raw = ctx.kept.pop(begin, None)  # overwritten by its gradient
             if raw is None:
                 raw = raw_logits(hidden[part], weight, bias)
             grad = logit_gradient(raw, rows.at(part), shape, temperature, weight.dtype, grad_bias)
@@ -306,7 +308,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 def _of_all_words(
     chosen_N: Tensor, normalisers_N: Tensor, means_N: Tensor | None, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The logits of the targets, log Z and E[z] over the whole vocabulary, from those of every process."""
+    """Combine the targets' logits, log Z and E[z] of all processes."""
     own = [chosen_N, normalisers_N] + ([] if means_N is None else [means_N])
     of_each = all_gather(torch.stack(own), shard.group)  # [processes, 2 or 3, N]
     normalisers_RN = of_each[:, 1]

@@ -1,11 +1,11 @@
-"""Models without contents, whose passes are run for the memory they take: any size, in a second, on any machine.
+"""Fake models, whose passes are run to measure memory: any size, in a second, on any machine.
 
-The memory of a pass is not a formula for each architecture: the pass itself is run, forwards and backwards, on fake
-tensors, and live bytes are counted. A fake accelerator is torch's meta device, on which packed attention and the
-chunked head take the accelerator's path; a fake CPU is torch's fake mode, in which they take the CPU's.
+Memory is not a formula for each architecture: a forward and backward pass runs on fake tensors, and live bytes are
+counted. A fake accelerator is torch's meta device, on which packed attention and the chunked head take the
+accelerator's path; a fake CPU is torch's FakeTensorMode, in which they take the CPU's.
 
-A pass of many equal layers follows from two short copies of the model, of one layer and of two. What a forward pass
-keeps grows by the same amount with every layer; what is alive besides, at its peak, is one layer's or the head's.
+The memory of many equal layers follows from two short copies of the model, with one layer and with two. Activations
+grow by the same amount with every layer; the rest of the peak belongs to one layer or to the head.
 """
 
 import contextlib
@@ -53,9 +53,9 @@ from trimtab.rollout.factory import EngineMemory
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes that operations inside have allocated and that are still alive, without `known` tensors: `now`
-    and at the `peak`. What a kernel takes and returns inside one call (workspaces of matrix products, partial sums of
-    attention) is not seen."""
+    """Counts live bytes allocated inside the context, `now` and at the `peak`, without `known` tensors. Memory that a
+    kernel
+    allocates and frees inside one call (workspaces of matrix products, partial sums of attention) is not counted."""
 
     def __init__(self, known: Iterable[Tensor] = ()):
         super().__init__()
@@ -84,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class FakeActivationOffload(ActivationOffload):
-    """Takes offloaded activations without a copy."""
+    """Activation offload on fake tensors, without copies."""
 
     def _send_away(self, tensor: Tensor, before: OffloadedTensor | None) -> OffloadedTensor:
         return FakeOffloadedTensor(tensor, before)
@@ -102,30 +102,34 @@ class FakeOffloadedTensor(OffloadedTensor):
 
 @dataclass(frozen=True)
 class PassBytes:
+    """Memory of one forward and backward pass."""
+
     kept: int
-    """What the forward pass keeps for the backward pass: the activations."""
+    """Activations saved for the backward pass."""
     peak: int
-    """The most that is alive at once, activations included; weights and gradient sums are not."""
+    """The most bytes alive at once, with activations, without weights and gradient sums."""
 
 
 class FakeModel:
+    """A model on fake tensors, whose training and scoring passes measure memory."""
+
     def __init__(self, model: PackedModel, options: TrainedModelOptions, *, accelerator: bool, frozen: bool = False):
-        """`model`: a skeleton, which is changed in place; `frozen`: it only scores."""
+        """`model`: a model without weights, which is changed in place; `frozen`: it only scores."""
         self.mode = contextlib.nullcontext() if accelerator else FakeTensorMode()
         self.device = torch.device("meta" if accelerator else "cpu")
         self.model, self.options = model, options
         self._sums: dict[str, Tensor] = {}
         self._hooked: set[str] = set()
-        model.config.pad_token_id = None  # else a model may look for it among the tokens, to warn
+        model.config.pad_token_id = None  # otherwise a model may search the token ids for it, to print a warning
         register()
         model.inner.set_attn_implementation(ATTENTION)
-        deal_evenly(model.inner)
+        route_evenly(model.inner)
         if frozen:
             model.requires_grad_(False)
         with self.mode:
             if not accelerator:
                 _make_fake(model)
-            cast_parameters(model, torch.bfloat16 if options.bf16 else torch.float32)  # whatever its files hold
+            cast_parameters(model, torch.bfloat16 if options.bf16 else torch.float32)  # whatever dtype its files have
         if not frozen:
             enable_gradient_checkpointing(model, options)
         offloads = not frozen and options.offload_activations and accelerator
@@ -137,15 +141,16 @@ class FakeModel:
 
     @property
     def recomputing_layers(self) -> int:
-        """How many the options ask for; where a plan may choose it, all."""
+        """The number of layers with gradient checkpointing; all, if a plan may choose it."""
         number = self.options.gradient_checkpointing_layers
         if not self.options.gradient_checkpointing:
             return 0
         return number if isinstance(number, int) else self.layers
 
     def training_pass(self, rows: Rows, tokens: int, recomputed: int | None = None) -> PassBytes:
-        """A micro-batch after the first of a step, with gradient sums of the first. `recomputed`: how many layers
-        recompute, if not as many as the options ask for; of layers that do, activations may be offloaded."""
+        """Measure a micro-batch after the first of a step, with the first one's gradient sums. `recomputed`: the number
+        of
+        layers with gradient checkpointing, by default from the options; activations may be offloaded for these."""
         recomputed = self.recomputing_layers if recomputed is None else recomputed
         if self.options.gradient_checkpointing:
             set_checkpointed_layers(self.model.inner, recomputed)
@@ -183,7 +188,7 @@ class FakeModel:
         return out.sum()
 
     def _gradient_sums(self) -> list[Tensor]:
-        """What an earlier pass of the step has left, added up as the optimizer adds it up."""
+        """Gradient sums of an earlier pass of the step, in the optimizer's layout."""
         dtype = GRADIENT_DTYPES[self.options.grad_accum_dtype]
         for name, parameter in self.model.model.named_parameters():
             if not parameter.requires_grad:
@@ -199,7 +204,7 @@ class FakeModel:
 
 
 def _make_fake(model: nn.Module) -> None:
-    """Give every tensor of a skeleton a place on the CPU of the current fake mode; tied ones stay tied."""
+    """Replace every meta tensor by a fake CPU tensor of the current fake mode; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -218,8 +223,8 @@ def _make_fake(model: nn.Module) -> None:
 
 
 class PlannedModel:
-    """A model of a job, or what one process of a tensor-parallel group has of it: its sizes, and the bytes of its
-    passes, each measured once."""
+    """A model of a job, or one tensor-parallel part of it: its sizes, and the memory of its passes, measured once
+    each."""
 
     def __init__(
         self,
@@ -231,7 +236,7 @@ class PlannedModel:
         tensor: int = 1,
         accelerator: bool = True,
     ):
-        """`spare`: makes a second skeleton of the model, which is shortened where passes are measured."""
+        """`spare`: returns a second copy of the fake model, which is shortened to measure passes."""
         self.name, self.role, self.trained = found.name, found.role, found.trained
         self.offload, self.pass_tokens, self.rows, self.tensor = found.offload, found.pass_tokens, rows, tensor
         self._spare, self._options, self._accelerator = spare, options, accelerator
@@ -240,7 +245,7 @@ class PlannedModel:
         self.layers = self.whole.layers
         self.config = config = found.skeleton.config.get_text_config()
         self.size: int = config.hidden_size * config.num_hidden_layers
-        """Layers x width, of the whole model."""
+        """Layers x hidden size, of the whole model."""
         self._layers = layers = decoder_layers(found.skeleton)
         self.weights = _bytes(found.skeleton)
         """Bytes of the working weights; of those"""
@@ -263,7 +268,7 @@ class PlannedModel:
 
     @cached_property
     def _measured(self) -> list[FakeModel]:
-        """The models whose passes are run: of one and of two layers, or the whole one where layers differ."""
+        """The models whose passes are run: with one and with two layers, or the whole one if layers differ."""
         shapes = [[(name, p.shape) for name, p in layer.named_parameters()] for layer in self._layers]
         if len(shapes) <= 2 or any(found != shapes[0] for found in shapes):
             return [self.whole]
@@ -273,8 +278,8 @@ class PlannedModel:
 
     @cached_property
     def multiplied(self) -> float:
-        """Weights that a token's matrix products take: all but an embedding that is no head as well, and of experts
-        those that a token goes to."""
+        """Number of weights in a token's matrix products: all but an untied embedding, and of experts only those that a
+        token is routed to."""
         inner = self.whole.model.inner
         embedding, head = inner.get_input_embeddings().weight, inner.get_output_embeddings()
         tied = head is not None and head.weight is embedding
@@ -283,7 +288,7 @@ class PlannedModel:
         return every - sum(p.numel() * (1 - self.config.num_experts_per_tok / p.shape[0]) for p in experts)
 
     def engine_memory(self, tokens: int | None = None) -> EngineMemory:
-        """`tokens`: size of the KV cache, if the options say it."""
+        """`tokens`: size of the KV cache, if the options set it."""
         assert isinstance(self.whole.model, Policy)
         with self.whole.mode:
             return EngineMemory(self.whole.model, tokens)
@@ -295,13 +300,16 @@ class PlannedModel:
     # ---- passes
 
     def scoring_bytes(self, tokens: int) -> int:
-        """Without gradients no layer's activations are kept: a short model's pass takes what the whole one's takes."""
+        """Peak bytes of a scoring pass. No activations are saved, so a short model's pass needs as much as the whole
+        one's."""
         if (tokens, None) not in self._passes:
             self._passes[tokens, None] = self._measured[-1].scoring_pass(self.rows, tokens)
         return self._passes[tokens, None]
 
     def training_bytes(self, tokens: int, recomputed: int | None = None) -> PassBytes:
-        """`recomputed`: how many layers recompute, if not as many as the options ask for."""
+        """Memory of a training pass; `recomputed`: the number of layers with gradient checkpointing, by default from
+        the
+        options."""
         recomputed = self.whole.recomputing_layers if recomputed is None else recomputed
         if (tokens, recomputed) not in self._passes:
             self._passes[tokens, recomputed] = self._training_bytes(tokens, recomputed)
@@ -325,7 +333,7 @@ class PlannedModel:
 def planned_models(
     options: TrainedModelOptions, rows: Rows, *, tensor: int = 1, accelerator: bool = True
 ) -> list[PlannedModel]:
-    """The trained ones first. A UserError: one of them cannot be cut into `tensor` parts."""
+    """The models of a job, trained ones first. UserError: one cannot be split into `tensor` parts."""
     found = job_models(options)
     for model in found if options.lora_rank > 0 else []:
         refuse_adapted_experts(model.skeleton)
@@ -338,7 +346,7 @@ def planned_models(
 
 
 def shorten(model: PackedModel, layers: int) -> None:
-    """Leave only the first layers of a model."""
+    """Remove all but the first layers of a model."""
     names = set(model.inner._no_split_modules or ())
     for module in model.inner.modules():
         if isinstance(module, nn.ModuleList) and {type(child).__name__ for child in module} <= names:
@@ -360,9 +368,10 @@ def _learnt(module: nn.Module) -> int:
 EVEN_EXPERTS = "trimtab_even"
 
 
-def deal_evenly(model: nn.Module) -> None:
-    """Let the experts of a skeleton, if it has any, run without routing: which expert a token goes to follows from
-    contents, and here are none, so every expert gets as many tokens."""
+def route_evenly(model: nn.Module) -> None:
+    """Replace the routing of a fake model's experts, if any: routing depends on values, which fake tensors do not have,
+    so
+    every expert gets the same number of tokens."""
     if not any(hasattr(module, "gate_up_proj") and hasattr(module, "has_gate") for module in model.modules()):
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -373,8 +382,9 @@ def deal_evenly(model: nn.Module) -> None:
 
 
 def _even_experts(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """E experts, each with as many rows of the T x K that were chosen; what is kept is what Hugging Face's grouped
-    products keep."""
+    """E experts, each with an equal share of the T x K routed rows; it saves the same activations as Hugging Face's
+    grouped
+    products."""
     tokens, most = chosen_TK.shape
     number = experts.gate_up_proj.shape[0]
     order = chosen_TK.new_empty(-(-tokens * most // number) * number)
@@ -386,9 +396,9 @@ def _even_experts(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK
 
 
 def narrow(model: PackedModel, parts: int) -> None:
-    """Leave a skeleton the shapes that one process of a tensor-parallel model works with: its heads, its part of the
-    feed-forward width, of every expert's and of the vocabulary. The residual stream keeps its width. A UserError: the
-    model cannot be cut so."""
+    """Shrink a fake model to one tensor-parallel part: its heads, and its part of the feed-forward width, of every
+    expert's
+    and of the vocabulary. The residual stream keeps its width. UserError: the model cannot be split so."""
     config = model.config
     check_tensor_parallel(config, parts, f"--ds_tensor_parallel_size {parts}")
     ways, made = FAMILIES[config.model_type], _Narrower(parts)
@@ -401,7 +411,7 @@ def narrow(model: PackedModel, parts: int) -> None:
             made.cut(base, "gate_up_proj", 1)
             made.cut(base, "down_proj", 2)
             continue
-        # Heads of keys that cannot be shared out are whole in every process, which uses some of them.
+        # Key heads that cannot be divided are replicated in every process, which uses some of them.
         heads, keys = config.num_attention_heads, config.num_key_value_heads
         used = len(key_value_heads_used(heads, keys, parts, 0)) / keys if way is KeyValueLinear else None
         made.linear(base, 1 if way is RowwiseLinear else 0, used)
@@ -430,7 +440,7 @@ class _Narrower:
             module.out_features, module.in_features = module.weight.shape
 
     def cut(self, module: nn.Module, name: str, dimension: int, share: float | None = None) -> None:
-        """`share`: of a dimension, if it is not one of the parts."""
+        """`share`: the fraction of the dimension to keep, by default 1 / parts."""
         parameter = module._parameters[name]
         assert parameter is not None
         if id(parameter) not in self._made:

@@ -1,4 +1,4 @@
-"""Memory and speed of devices, from data sheets or of this machine, and of the links between them."""
+"""Memory and speed of devices, from data sheets or measured on this machine, and of the links between them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,12 +10,12 @@ from trimtab.errors import UserError
 
 GIB = 2**30
 LINK_SHARE = 0.7  # of a link's speed that a collective reaches
-MAIN_MEMORY = 25e9  # bytes a second that one process reads and writes where the optimizer is in main memory
+MAIN_MEMORY = 25e9  # bytes a second that one process reads and writes with the optimizer in main memory
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Figures of a data sheet: dense matrix products in bf16 and fp32, bytes a second to its memory."""
+    """Figures of a data sheet: dense FLOP/s in bf16 and fp32, bytes a second of memory bandwidth."""
 
     name: str
     memory: int
@@ -25,17 +25,17 @@ class Hardware:
     bandwidth: float | None = None
     accelerator: bool = True
     program: int = 0
-    """Bytes of the same memory that are taken before anything is loaded."""
+    """Bytes of this memory in use before anything is loaded."""
     link: float | None = None
-    """Bytes a second that a device sends to others of its machine while it receives as many."""
+    """Bytes a second to other devices of the machine, in each direction."""
     host_link: float = 25e9
-    """The same to and from main memory."""
+    """Bytes a second to and from main memory."""
 
     def flops(self, bf16: bool) -> float | None:
         return self.bf16_flops if bf16 else self.fp32_flops
 
 
-# A core does about this much where vectors are 256 bits wide, and a desktop's memory about this.
+# Rough figures per core: with 256-bit vectors, and a desktop's memory.
 CORE_FLOPS, CORE_BANDWIDTH = 50e9, 10e9
 
 NAMED = {
@@ -50,12 +50,12 @@ NAMED = {
     "RTX-3090": Hardware("RTX-3090", int(23.6 * GIB), 71e12, 35.6e12, 0.936e12, link=25e9),
     "RTX-4090": Hardware("RTX-4090", int(23.5 * GIB), 165e12, 82.6e12, 1.008e12, link=25e9),
 }
-# A name without its memory is the larger one.
+# A name without its memory size means the larger variant.
 SHORT = {"A100": "A100-80G", "A800": "A800-80G", "H100-80G": "H100"}
 
 
 def named(name: str, here: Device, memory_gib: float | None = None) -> Hardware:
-    """`here` or CPU: this machine's. `memory_gib`: instead of what the device has."""
+    """The hardware called `name`; "here" and "CPU" mean this machine's. `memory_gib`: replaces the device's memory."""
     wanted = name.replace(" ", "-").upper()
     wanted = SHORT.get(wanted, wanted)
     if wanted in NAMED:
@@ -88,19 +88,19 @@ def of_device(device: Device) -> Hardware:
 
 
 def shared(hardware: Hardware, processes: int) -> Hardware:
-    """What one of `processes` has: one device, or a part of main memory."""
+    """The hardware of one of `processes`: one device, or a share of main memory."""
     return hardware if hardware.accelerator else replace(hardware, memory=hardware.memory // processes)
 
 
 @dataclass(frozen=True)
 class ClusterHardware:
-    """`nodes` machines with `gpus` devices each, and how fast bytes go between them. One device is one machine."""
+    """`nodes` machines with `gpus` devices each, and the bandwidth between them. A single device is one machine."""
 
     hardware: Hardware
     nodes: int = 1
     gpus: int = 1
     network: float = math.inf
-    """Bytes a second in and out of a machine, all its cards together."""
+    """Bytes a second in and out of a machine, over all its network cards."""
 
     def require_links(self) -> None:
         if not self.hardware.accelerator:
@@ -117,13 +117,15 @@ class ClusterHardware:
         return LINK_SHARE * (self.hardware.link or math.inf)
 
     def between(self) -> float:
-        """Bytes a second that one device sends to another machine, over its share of the cards."""
+        """Bytes a second from one device to another machine, over its share of the network cards."""
         return LINK_SHARE * self.network / self.gpus
 
     def gathering(self, size: float, devices: int, stride: int = 1) -> float:
         """Seconds of an all-gather or reduce-scatter of `size` bytes over `devices`, in a ring that goes machine by
-        machine: the slower of what devices and machines pass on. `stride` n: only every n-th device is in the ring,
-        and the others have rings of their own at the same time."""
+        machine:
+        the slower of device and network links decides. `stride` n: the ring has every n-th device, and the other
+        devices
+        form rings at the same time."""
         if devices == 1:
             return 0.0
         rate = self.within()
@@ -132,5 +134,5 @@ class ClusterHardware:
         return size * (devices - 1) / devices / rate
 
     def moving(self, size: float) -> float:
-        """Seconds in which each device moves `size` bytes to main memory, or back."""
+        """Seconds for each device to copy `size` bytes to or from main memory."""
         return size / (LINK_SHARE * self.hardware.host_link)

@@ -1,8 +1,8 @@
-"""How a job is laid out: over how many processes each model is split, and which models share devices.
+"""Layouts of a job: over how many processes each model is split, and which models share devices.
 
-One device is a split over one process; a supervised job on machines is one pool of processes; an RL job on a cluster
-has a pool for every group of models that share devices, and engines. `layout_of` is the layout that the options of a
-run ask for; the candidates are those that a plan compares.
+A single device is a split over one process; a supervised job is one pool of processes; an RL job on a cluster has a
+pool for every group of models that share devices, and engines. `layout_of` is the layout that the options of a run ask
+for; the candidates are the layouts that a plan compares.
 """
 
 import itertools
@@ -19,11 +19,11 @@ from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
 from trimtab.plan.hardware import ClusterHardware
 from trimtab.plan.workload import Work
 
-SPLITTING = (  # the options by which a plan splits a model, where the options leave them open
+SPLITTING = (  # options that a plan may choose if they are not given
     *("zero_stage", "shard_size", "ds_tensor_parallel_size", "ring_attn_size"),
     *("gradient_checkpointing", "offload_activations", "adam_offload"),
 )
-SHORTEST = 1024  # tokens of a row that a process should have at least: shorter ones wait for each other
+SHORTEST = 1024  # least tokens of a row per process: with fewer, communication dominates
 MOST_CONTEXT = 16
 UNITS = ("actor", "reference", "teacher", "critic", "reward")
 HYBRID, PAIRS, APART, BUILTIN = "hybrid", "pairs", "apart", "built-in engine"
@@ -31,29 +31,29 @@ HYBRID, PAIRS, APART, BUILTIN = "hybrid", "pairs", "apart", "built-in engine"
 
 @dataclass(frozen=True)
 class Split:
-    """How a model is split over the processes of its pool: the sizes of its mesh."""
+    """The mesh sizes of a model over the processes of its pool."""
 
     processes: int
     replicate: int
     context: int
     tensor: int
     neighbours: int
-    """That keep weights between a forward and its backward pass (--zpg)."""
+    """Processes over which weights stay sharded between a forward and its backward pass (--zpg)."""
     zero_stage: int
 
     @classmethod
     def of(cls, options: ShardingOptions, processes: int) -> "Split":
-        """A UserError: the options cannot be met by this many."""
+        """UserError: this many processes cannot satisfy the options."""
         return cls(processes, **options.mesh_sizes(processes), zero_stage=options.zero_stage)
 
     @property
     def data(self) -> int:
-        """Processes, or groups of them, with different samples."""
+        """Number of data-parallel parts: processes, or groups of them, with different samples."""
         return self.processes // (self.context * self.tensor)
 
     @property
     def parts(self) -> int:
-        """Over how many processes parameters, gradients and moments are split."""
+        """Number of shards of parameters, gradients and moments."""
         return self.processes // (self.replicate * self.tensor)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Split:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """What the options say of one model."""
+    """The placement options of one model."""
 
     flag: str
     nodes: int
@@ -78,7 +78,7 @@ class _Numbers:
 
 
 def layout_of(options: RLOptions, units: Sequence[str]) -> Layout:
-    """`units`: by their names. A UserError where options contradict each other.
+    """The layout of these units. UserError: options contradict each other.
 
     A model whose number of GPUs is not given shares the policy's processes.
     """
@@ -104,7 +104,7 @@ def _numbers(options: RLOptions, flag: str) -> _Numbers:
 
 
 def _pool_of(options: RLOptions, unit: str, asked: dict[str, _Numbers]) -> str:
-    """The unit after which the pool of this one is named."""
+    """The name of this unit's pool, which is the name of a unit."""
     actor, own = asked["actor"], asked[unit]
     if own.flag == "actor":
         return "actor"
@@ -116,11 +116,11 @@ def _pool_of(options: RLOptions, unit: str, asked: dict[str, _Numbers]) -> str:
     if own.flag in ("critic", "reward") and options.colocate_critic_reward and {"critic", "reward"} <= asked.keys():
         critic, reward = asked["critic"], asked["reward"]
         _require_same("colocate_critic_reward", critic, reward)
-        # The one that has numbers; where neither has, both are with the policy.
+        # The one with a number of GPUs; if neither has one, both share the policy's pool.
         own, unit = (critic, "critic") if critic.per_node is not None else (reward, "reward")
     if own.per_node is None:
         return "actor"
-    # The first unit that is placed by the same options.
+    # The first unit that the same options place.
     return next(other for other, numbers in asked.items() if numbers.flag == own.flag)
 
 
@@ -130,7 +130,7 @@ def _require_same(flag: str, one: _Numbers, other: _Numbers) -> None:
 
 
 def _check_neighbours(options: RLOptions, pool: Pool) -> None:
-    """Those of a tensor group have neighbouring ranks, and ranks go through the places on a node."""
+    """Refuse a tensor-parallel group across nodes: its ranks are adjacent, and ranks are assigned node by node."""
     tensor = options.ds_tensor_parallel_size
     if pool.per_node % tensor:
         raise UserError(
@@ -155,13 +155,14 @@ def _engines(options: RLOptions, policy: Pool) -> Engines | None:
     return Engines(number, size, policy.name)
 
 
-# ---- candidates of a model that is split over all devices
+# ---- candidates for a model split over all devices
 
 
 def split_candidates(
     options: TrainedModelOptions, machines: ClusterHardware, work: Work, config: Any
 ) -> Iterator[dict[str, Any]]:
-    """Options to change: every combination of those that are not given and that the machines allow. `config`: of the
+    """Options to change: all combinations of options that the user has not given and the machines allow. `config`: of
+    the
     trained model."""
     longest = min(MOST_CONTEXT, machines.devices, max(1, work.least // SHORTEST))
     ways: dict[str, list[Any]] = {
@@ -178,9 +179,9 @@ def split_candidates(
     for values in itertools.product(*ways.values()):
         found = dict(zip(ways, values))
         if found["offload_activations"] and not found["gradient_checkpointing"]:
-            continue  # the layers' inputs alone are worth moving
+            continue  # only layer inputs are worth offloading
         if found["shard_size"] is not None and "shard_size" not in options.given:
-            found["shard_size"] //= found["ds_tensor_parallel_size"]  # this many whole machines hold a copy
+            found["shard_size"] //= found["ds_tensor_parallel_size"]  # a replica then fills whole machines
         yield found
 
 
@@ -193,18 +194,19 @@ def _can_be_cut(config: Any, parts: int) -> bool:
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4 and so on; those of a machine must divide it."""
+    """Powers of two up to `most`."""
     return [2**power for power in range(most.bit_length()) if most % 2**power == 0 or most > 2**power]
 
 
-# ---- candidates of an RL job on a cluster
+# ---- candidates for an RL job on a cluster
 #
-# Those of OpenRLHF's documents: everything shared (hybrid); policy with reference, and critic with reward models,
-# beside engines (pairs); every model by itself (apart); and the built-in engine on the devices of all models.
+# The layouts of OpenRLHF's documents: all models and engines share devices (hybrid); policy with reference, critic with
+# reward models, and separate engines (pairs); every model separate (apart); and the built-in engine on the devices of
+# all models.
 
 
 def groupings(units: Sequence[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Which units share devices, by the name of the layout; engines are beside them in two of the four."""
+    """Units that share devices, by layout; in PAIRS and APART engines have their own devices."""
     first = tuple(unit for unit in units if FLAGS[unit] in ("actor", "ref"))
     second = tuple(unit for unit in units if unit not in first)
     by_flag = [tuple(unit for unit in units if FLAGS[unit] == flag) for flag in dict.fromkeys(map(FLAGS.get, units))]
@@ -217,7 +219,7 @@ def groupings(units: Sequence[str]) -> dict[str, list[tuple[str, ...]]]:
 def cluster_candidates(
     units: Sequence[str], machines: ClusterHardware, tensor_parallel: int
 ) -> dict[str, list[Layout]]:
-    """Every way to deal all devices out, of each of the four kinds."""
+    """All ways to distribute the devices, for each of the four kinds."""
     kinds: dict[str, list[Layout]] = {}
     for kind, grouped in groupings(units).items():
         engines_apart = kind in (PAIRS, APART)
@@ -238,7 +240,7 @@ def make_pool(units: tuple[str, ...], devices: int, machines: ClusterHardware) -
 
 
 def splits(groups: int, machines: ClusterHardware) -> Iterator[tuple[int, ...]]:
-    """Sizes of groups that are all devices together: whole machines, or a part of one that divides it."""
+    """Sizes of groups that use all devices: whole machines, or a divisor of one."""
     parts = [size for size in range(1, machines.gpus) if machines.gpus % size == 0]
     sizes = [*parts, *(machines.gpus * nodes for nodes in range(1, machines.nodes + 1))]
     for found in itertools.product(sizes, repeat=groups - 1):
@@ -248,7 +250,7 @@ def splits(groups: int, machines: ClusterHardware) -> Iterator[tuple[int, ...]]:
 
 
 def _fit_into_machines(sizes: Sequence[int], machines: ClusterHardware) -> bool:
-    """Whether groups smaller than a machine have room on those that the others leave."""
+    """Whether groups smaller than a machine fit on the machines that the larger ones leave."""
     free = [machines.gpus] * (machines.nodes - sum(size // machines.gpus for size in sizes))
     for size in sorted((size for size in sizes if size < machines.gpus), reverse=True):
         place = next((node for node, left in enumerate(free) if left >= size), None)
@@ -262,7 +264,7 @@ def _fit_into_machines(sizes: Sequence[int], machines: ClusterHardware) -> bool:
 
 
 def sizes_of(layout: Layout) -> list[int]:
-    """Devices of the pools, and of engines that have their own."""
+    """Devices of the pools, and of engines with their own devices."""
     engines = layout.engines
     return [*(pool.size for pool in layout.pools), *([engines.devices] if engines and engines.pool is None else [])]
 

@@ -1,23 +1,23 @@
-"""Memory of one process of a pool, part by part, in each phase of a step. A job on one device is a pool of one process.
+"""Memory of one process of a pool, part by part, in each phase of a step. One device is a pool of one process.
 
-    rollout    weights and optimizer state, keys and values, a pass over prompts
-    scoring    the same without the pass over prompts, and a pass without gradients
-    update     the same, with gradient sums, activations, and what the backward pass needs beside them
-    reduction  where a model is split: the end of the backward pass, when no activations are left and all gradients are
+    rollout    weights and optimizer state, KV cache, prefill
+    scoring    the same without prefill, and a forward pass without gradients
+    update     the same, with gradient sums, activations, and temporary memory of the backward pass
+    reduction  of a sharded model: the end of the backward pass, with all gradients and no activations
 
-What a process holds of a model that is split over several:
+What a process holds of a model sharded over several:
 
-    masters, moments, frozen weights   their part, whatever the stage
-    working weights   --zero_stage 3: the embedding, the head and two layers are gathered at a time;
-                      else all are, from the forward pass on (PyTorch's FSDP2 keeps a copy, in fp32 too)
-    gradients         whole sums between the passes of a step, if they are small (distributed/sharding); else split
-                      after every layer's backward pass, of which the last one's whole gradient is in hand
-    activations       of this process's tokens: 1 / --ring_attn_size of a row. With --ds_tensor_parallel_size a layer's
-                      inner ones are cut and the residual stream is not
-    keys and values   of the whole row, --ring_head_stride heads of them at a time, and as many gradients
+    masters, moments, frozen weights   a shard, in every stage
+    working weights   --zero_stage 3: embedding, head and two layers are gathered at a time; otherwise all are, from the
+                      forward pass on (PyTorch's FSDP2 keeps a copy, in fp32 too)
+    gradients         unsharded sums between micro-batches, if they are small (distributed/fsdp); otherwise sharded
+                      after every layer's backward pass, with one layer's whole gradient at a time
+    activations       of this process's tokens: 1 / --ring_attn_size of a row. With --ds_tensor_parallel_size those
+                      inside a layer are split, and the residual stream is not
+    keys and values   of the whole row, for --ring_head_stride heads at a time, and as many gradients
 
-An engine takes no part in training: the built-in one has the policy's weights gathered while it answers, by its own
-rule for the KV cache; vLLM has a copy, and a share of the device.
+An engine takes no part in training. The built-in one gathers the policy's weights for generation and sizes its own KV
+cache; vLLM has a copy of the weights and a share of the device.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ from trimtab.plan.hardware import Hardware
 from trimtab.plan.layouts import Split
 from trimtab.plan.workload import Work, scoring_tokens
 
-FILL = 0.85  # of a device's memory; the rest is for what is not seen here, and for gaps between tensors
-MOST_TOKENS = 2**17  # larger passes are no faster
+FILL = 0.85  # usable share of a device's memory; the rest is for uncounted memory and fragmentation
+MOST_TOKENS = 2**17  # larger micro-batches are no faster
 SAMPLED_COPIES = 3  # fp32 matrices [answers, vocabulary] while tokens are sampled, and
 PENALISED_COPIES = 3  # this many more with a repetition penalty
-LAYERS_IN_HAND = 2  # gathered at a time: the one that works and the next
-# Keys or values of a row, of as many heads as are gathered at a time: as they come, in order, and the next ones; in a
-# backward pass with their gradients, and these on their way back.
+LAYERS_IN_HAND = 2  # gathered at a time: the running one and the next
+# Copies of a row's keys or values for the heads gathered at a time: received, reordered, and those of the next heads;
+# in a backward pass also their gradients, and the gradients being sent back.
 SCORED_KEYS, LEARNT_KEYS = 6, 10
 
 PHASES = ("rollout", "scoring", "update", "reduction")
@@ -56,12 +56,12 @@ class Part:
 
 @dataclass
 class Memory:
-    """The parts of a job whose micro-batches have `tokens` tokens."""
+    """The memory of a process with micro-batches of `tokens` tokens, by part."""
 
     tokens: int
     parts: list[Part] = field(default_factory=list)
     recomputed: int | None = None
-    """Layers that recompute, where the plan chooses it."""
+    """Number of layers with gradient checkpointing, if the plan chooses it."""
 
     def during(self, phase: str) -> int:
         return sum(part.size for part in self.parts if phase in part.phases)
@@ -80,13 +80,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class EngineShare:
-    """What an engine has on each of its devices, and how many answers it generates at once."""
+    """An engine's memory on each of its devices, and the number of sequences it generates at once."""
 
     weights: int
     keys_and_values: int
     slots: int
     utilization: float
-    """Of a device's memory."""
+    """Share of a device's memory."""
 
     @property
     def fits(self) -> bool:
@@ -94,7 +94,7 @@ class EngineShare:
 
 
 class ProcessMemory:
-    """Of each process of a pool. What does not depend on the size of micro-batches is counted once."""
+    """Memory of each process of a pool. Parts that do not depend on the micro-batch size are counted once."""
 
     def __init__(
         self,
@@ -108,9 +108,11 @@ class ProcessMemory:
         engine: EngineShare | None = None,
         sleep: bool = False,
     ):
-        """`hardware`: its memory is what one process has. `models`: of the pool, cut in `split.tensor`. `sizes`: in
-        how many processes each role is, where not in all. `engine`: a vLLM engine on the same devices;
-        `sleep`: it and the optimizer make room for each other."""
+        """`hardware`: with the memory of one process. `models`: of the pool, split in `split.tensor` parts. `sizes`:
+        number
+        of processes of each role, if not all. `engine`: a vLLM engine on the same devices; `sleep`: engine and
+        optimizer
+        are offloaded in turn."""
         self.options, self.hardware, self.work, self.split, self.models = options, hardware, work, split, models
         self.engine, self.sleep = engine, sleep
         self._alone = split.processes == 1
@@ -132,28 +134,29 @@ class ProcessMemory:
 
     @property
     def layers(self) -> int:
-        """As many may recompute by number: more than a model has would be refused."""
+        """Largest possible number of layers with gradient checkpointing: that of the smallest trained model."""
         return min((model.layers for model in self.learners), default=0)
 
     @property
     def step_tokens(self) -> int:
-        """Of a process, or of a context group, which works on a row together."""
+        """Tokens of a step in one process, or in one context-parallel group."""
         return max(self.work.least, -(-self.work.tokens // self.split.data))
 
     def passes(self, tokens: int) -> int:
-        """Micro-batches of an optimizer step."""
+        """Number of micro-batches in an optimizer step."""
         return -(-self.step_tokens // tokens)
 
     def at(self, tokens: int, recomputed: int | None = None) -> Memory:
-        """`tokens`: of a micro-batch, if a step has that many; `recomputed`: layers that recompute, or what the options
-        say."""
+        """The memory with micro-batches of `tokens` (at most a step's); `recomputed`: layers with gradient
+        checkpointing, by
+        default from the options."""
         tokens = min(tokens, self.step_tokens)
         memory = Memory(tokens, [*self.state, *self.rollout], recomputed)
         scorers = self.models if isinstance(self.options, RLOptions) else [m for m in self.models if not m.trained]
         if scorers:
             name = "a pass of scoring" if self._alone else "a pass of scoring, and layers in hand"
             memory.parts.append(Part(name, max(self._scoring(model, tokens) for model in scorers), ("scoring",)))
-        # Actor and critic take turns: the one that needs more decides.
+        # Actor and critic are updated in turn, so the larger one decides.
         updates = [self._update(model, tokens, recomputed) for model in self.learners]
         memory.parts += max(updates, key=lambda parts: sum(part.size for part in parts), default=[])
         return memory
@@ -161,14 +164,15 @@ class ProcessMemory:
     # ---- state
 
     def parts_of(self, model: PlannedModel) -> int:
-        """Over how many processes a model is split: the same as the policy, or as many as it is in. What only scores is
-        split over all where the trained one has nothing but copies."""
+        """Number of shards of a model: as many as the policy's, or as the processes it is in. A frozen model is sharded
+        over
+        all processes if the trained one is only replicated."""
         every = max(1, self._sizes.get(model.role, self.split.processes) // self.split.tensor)
         copies = not model.trained and self.split.parts == self.split.context
         return every if copies else min(self.split.parts, every)
 
     def is_split(self, model: PlannedModel) -> bool:
-        """Whether a frozen model is."""
+        """Whether a frozen model is sharded."""
         return not self._alone and self.options.splits_frozen(offload=model.offload)
 
     def _trained(self, model: PlannedModel) -> list[Part]:
@@ -177,7 +181,7 @@ class ProcessMemory:
         share = "" if self._alone else f", 1 / {parts}"
         found = [Part(f"{name}: working weights", model.weights, phases)] if self._alone else []
         if not (options.adam_offload and self.hardware.accelerator):
-            is_master = self._alone and not options.bf16  # the working weight is
+            is_master = self._alone and not options.bf16  # fp32 working weights are the masters
             found.append(Part(f"{name}: fp32 masters{share}", 0 if is_master else 4 * model.learnt // parts, phases))
             found.append(Part(f"{name}: Adam's moments{share}", 8 * model.learnt // parts, phases))
             if isinstance(options, RLOptions) and options.enable_ema and model.role == "actor":
@@ -195,8 +199,9 @@ class ProcessMemory:
     # ---- engines
 
     def gathered_to_answer(self) -> list[Part]:
-        """All weights of the policy, or its part of a tensor-parallel one: layer by layer would be a gathering a token.
-        Where even this and `state` do not fit, nothing else needs to be tried."""
+        """The policy's weights (or a tensor-parallel part), gathered for generation: gathering layer by layer would be
+        needed
+        for every token. If these and `state` do not fit, nothing else needs to be tried."""
         actor = self.models[0]
         return [Part("actor: weights, gathered to answer", 0 if self._alone else actor.weights, ("rollout",))]
 
@@ -208,7 +213,7 @@ class ProcessMemory:
         engine, parts = actor.engine_memory(options.rollout_kv_tokens), self.gathered_to_answer()
         free = max(0, self.hardware.memory - Memory(0, [*self.state, *parts]).during("rollout"))
         size = engine.keys_and_values(slots, rows.longest, free) if free else 0
-        # The engine gives it back between rollouts if it is more than what is left.
+        # The engine frees its KV cache between rollouts if it is larger than the remaining memory.
         phases = PHASES if size <= free - size else ("rollout",)
         read = actor.scoring_bytes(max(1, min(engine.max_num_batched_tokens, prompts * rows.prompt)))
         parts.append(Part(f"keys and values of {size // engine.token_bytes:,} tokens", size, phases))
@@ -235,7 +240,7 @@ class ProcessMemory:
         return model.root_weights + (LAYERS_IN_HAND + self.options.overlap_comm) * model.layer_weights
 
     def _gathered_keys(self, model: PlannedModel, tokens: int, kinds: int) -> int:
-        """Of the whole row: keys and values, and in the backward pass their gradients."""
+        """Bytes of the row's gathered keys and values and, in the backward pass, their gradients."""
         if self.split.context == 1:
             return 0
         return kinds * tokens * min(self.options.ring_head_stride, model.key_heads) * model.token_keys
@@ -296,8 +301,9 @@ class ProcessMemory:
     # ---- the size of micro-batches
 
     def largest_doubling(self) -> Memory:
-        """A sample, two, four and so on: the largest micro-batches that fit, or the smallest possible ones. What
-        processes send each other in every pass makes larger ones faster."""
+        """The largest micro-batches that fit among 1, 2, 4 and so on samples, or the smallest possible ones. Larger
+        ones are
+        faster, because every micro-batch costs communication."""
         best, size = self.at(self.work.least), 2 * self.work.least
         while best.fits(self.room) and size <= min(self.step_tokens, MOST_TOKENS):
             larger = self.at(size)
@@ -305,12 +311,12 @@ class ProcessMemory:
                 break
             best, size = larger, 2 * size
         if self.step_tokens <= MOST_TOKENS and self.step_tokens < 2 * best.tokens:
-            whole = self.at(self.step_tokens)  # in one pass: no gradient sums are kept
+            whole = self.at(self.step_tokens)  # a single micro-batch needs no gradient sums
             best = whole if whole.fits(self.room) else best
         return best
 
     def head_logits(self) -> int:
-        """fp32 logits that the chunked head holds at a time; none where there is no such head."""
+        """Bytes of fp32 logits that the chunked head holds at a time; 0 without such a head."""
         model = self.models[0]
         if not isinstance(model.whole.model, Policy):
             return 0
@@ -324,11 +330,11 @@ class ProcessMemory:
 def vllm_share(
     engines: Engines, options: RLOptions, hardware: Hardware, work: Work, actor: PlannedModel, utilization: float
 ) -> EngineShare:
-    """An engine that may take this share of its devices' memory."""
+    """The memory of an engine that may use this share of its devices."""
     device, rows = int(utilization * hardware.memory), work.rows
     weights = actor.weights // engines.tensor_parallel
     tokens = max(0, device - weights) * engines.tensor_parallel // actor.kv_token_bytes
-    alone = rows.longest  # tokens of an answer that shares nothing
+    alone = rows.longest  # KV tokens of a sequence without a shared prefix
     if options.enable_prefix_caching and rows.group > 1:
         alone = rows.answer + -(-rows.prompt // rows.group)
     samples = -(-options.prompts_under_way * options.n_samples_per_prompt // engines.number)

@@ -25,10 +25,11 @@ Job = TypeVar("Job", bound=TrainedModelOptions)
 def with_planned_micro_batches(
     options: Job, device: Device, world: World, work: Callable[[], Work]
 ) -> tuple[Job, "Plan | None"]:
-    """The options with the plan's token budget and the plan; or as they are and None. Over several processes, where
-    micro-batches are not planned, only what cannot be done at all is refused."""
+    """The options with the plan's token budget, and the plan; or the options unchanged and None. Micro-batches over
+    several
+    processes are not planned; only jobs that cannot fit at all are refused."""
     if isinstance(options, RLOptions) and options.ray:
-        return options, None  # this process is on none of the devices; `trimtab plan --nodes` knows them
+        return options, None  # this process has none of the devices; `trimtab plan --nodes` plans them
     if isinstance(options, RLOptions) and world.size > 1:
         refuse_ungatherable(options, of_device(device), world.size)
     proposed = is_wanted(options, device, world)
@@ -42,7 +43,7 @@ def with_planned_micro_batches(
 
     try:
         plan = make_plan(options, of_device(device), work(), propose=proposed)
-    except Exception as error:  # no fault of the plan may keep a run from starting that did not ask for one
+    except Exception as error:  # a failed plan must not stop a run that did not ask for one
         if options.fit_memory:
             raise
         world.say(f"memory is not planned ({first_line(error)}); passes of {options.micro_train_batch_size} samples")
@@ -56,15 +57,16 @@ def with_planned_micro_batches(
 
 
 def is_wanted(options: TrainedModelOptions, device: Device, world: World) -> bool:
-    """Whether the plan, and not the options, says how large a micro-batch is."""
+    """Whether the plan, and not the options, sets the micro-batch size."""
     if options.fit_memory is not None or world.size > 1 or options.trainer == "tail":
         return bool(options.fit_memory) and world.size == 1
     return device.is_accelerator and not options.given & PASS_SIZES
 
 
 def refuse_ungatherable(options: RLOptions, hardware: Hardware, processes: int) -> None:
-    """Refuse, in one line and before anything is loaded, a split RL job whose processes have no room for the policy's
-    weights, which the built-in engine reads gathered, beside their share of the rest."""
+    """Refuse, before anything is loaded, a sharded RL job whose processes cannot hold the policy's gathered weights,
+    which
+    the built-in engine needs, in addition to their shards."""
     from trimtab.plan.planner import Planner, advice, fitting_changes, flag_changes
 
     machines = ClusterHardware(dataclasses.replace(hardware, program=0), 1, processes)
@@ -77,7 +79,7 @@ def refuse_ungatherable(options: RLOptions, hardware: Hardware, processes: int) 
 
     try:
         gathered, every = needed({})
-    except UserError:  # no fault of the counting may keep a run from starting: its own checks have better words
+    except UserError:  # a failed estimate must not stop a run: its own checks have better messages
         return
     if every <= hardware.memory:
         return
@@ -93,17 +95,18 @@ def refuse_ungatherable(options: RLOptions, hardware: Hardware, processes: int) 
 
 
 def uses_default_tokens(options: TrainedModelOptions, device: Device) -> bool:
-    """Whether micro-batches have the default number of tokens: on a CPU, where no option says how large they are."""
+    """Whether micro-batches have the default number of tokens: on a CPU, if no option sets their size."""
     if device.is_accelerator or options.fit_memory is not None or options.given & (PASS_SIZES | PER_DEVICE):
         return False
-    if isinstance(options, RLOptions) and options.ray:  # the devices are elsewhere
+    if isinstance(options, RLOptions) and options.ray:  # the devices are on other machines
         return False
     return options.trainer == "rl" or not options.asks("packing_samples")  # which has no effect in RL
 
 
 def with_default_tokens(options: Job, device: Device, saved: dict[str, int] | None = None) -> Job:
-    """The options with the default number of tokens in a micro-batch, where it is used, or one sample if that has more.
-    `saved`: how the run that is resumed made its micro-batches, which stays."""
+    """The options with the default token budget of micro-batches if it applies; at least one sample's tokens. `saved`:
+    the
+    micro-batch sizes of the run to resume, which are kept."""
     if not uses_default_tokens(options, device) or (saved is not None and "tokens" not in saved):
         return options
     longest = math.ceil(supposed(options).least / options.ring_attn_size)
@@ -112,12 +115,12 @@ def with_default_tokens(options: Job, device: Device, saved: dict[str, int] | No
 
 
 def without_tokens(options: Job) -> Job:
-    """Micro-batches of a number of samples: tokens would not bound the memory of a model that takes padded rows."""
+    """The options with micro-batches limited by samples: tokens do not bound the memory of padded rows."""
     return dataclasses.replace(options, **budget_changes(options, None))
 
 
 def micro_batch_sizes(options: TrainedModelOptions, *, packed: bool) -> dict[str, int]:
-    """How micro-batches are made, for the manifest. `packed`: whether the model takes packed rows."""
+    """The micro-batch size for the manifest. `packed`: whether the model takes packed rows."""
     by_tokens = packs_by_tokens(options) and (packed or isinstance(options, RLOptions))
     if by_tokens and options.train_max_tokens_per_gpu is not None:
         return {"tokens": options.train_max_tokens_per_gpu}
@@ -125,7 +128,7 @@ def micro_batch_sizes(options: TrainedModelOptions, *, packed: bool) -> dict[str
 
 
 def default_line(options: TrainedModelOptions) -> str:
-    """What a run says of the default number of tokens."""
+    """The log line about the default number of tokens."""
     return f"passes of up to {options.train_max_tokens_per_gpu:,} tokens; --micro_train_batch_size cuts by samples"
 
 

@@ -1,8 +1,7 @@
-"""Plans: what a job needs in each process, whether it fits, how large its micro-batches may be, how long a step takes;
-and on machines, which layout to take.
+"""Plans: memory of each process, whether a job fits, micro-batch size, time of a step and, on machines, the layout.
 
-A plan for one device or for the processes of a launcher keeps the options' layout. On machines every layout is tried
-that the options leave open: the fastest that fits is proposed.
+A plan for one device or for the processes of a launcher keeps the options' layout. On machines all layouts that the
+options leave open are tried, and the fastest that fits is proposed.
 """
 
 import contextlib
@@ -27,35 +26,35 @@ from trimtab.plan.memory import FILL, MOST_TOKENS, EngineShare, Memory, ProcessM
 from trimtab.plan.speed import StepTime, TimeModel
 from trimtab.plan.workload import Work, budget_changes, given_budget, packs_by_tokens, refuse_unplannable, supposed
 
-# The options by which models of a plan, and their passes, differ.
+# Options that change the models of a plan or the memory of their passes: the key of the cache.
 _OF_MODELS = (
     *("ds_tensor_parallel_size", "gradient_checkpointing", "offload_activations", "bf16", "lora_rank"),
     "ref_reward_offload",
 )
-ENGINE_FILL = 0.6  # of an engine's share of memory that its weights may take, or keys and values have no room
+ENGINE_FILL = 0.6  # most of an engine's memory that its weights may take, to leave space for the KV cache
 AS_ASKED = "as the options say"
 PLACING = (
     *(f"{role}_num_{what}" for role in ROLES for what in ("nodes", "gpus_per_node")),
     *("colocate_actor_ref", "colocate_critic_reward", "colocate_all_models", "vllm_num_engines"),
 )
-ROUND = 1024  # tokens: a proposal need not be odd
-NAMED_FLAGS = 3  # at most this many sufficient flags are named
+ROUND = 1024  # proposals are multiples of this many tokens
+NAMED_FLAGS = 3  # at most this many sufficient flags are listed
 Change = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and what it needs."""
+    """A layout with its memory and time."""
 
     kind: str
     options: TrainedModelOptions
     pools: dict[str, tuple[ProcessMemory, Memory]]
-    """What a process of each pool holds, and its parts with the micro-batches that were chosen."""
+    """For each pool: the memory model of a process, and its parts with the chosen micro-batches."""
     time: StepTime | None
     changes: Change = field(default_factory=dict)
-    """The options that ask for the layout of a supervised job, and"""
+    """The options that select this layout of a supervised job."""
     layout: Layout | None = None
-    """the layout of an RL job."""
+    """The layout of an RL job."""
     engine: EngineShare | None = None
 
     @property
@@ -82,13 +81,13 @@ class Candidate:
 
 
 def best(tried: Sequence[Candidate]) -> Candidate:
-    """The fastest that fits, else what comes nearest."""
+    """The fastest candidate that fits, otherwise the one with the lowest peak."""
     fitting = [found for found in tried if found.fits]
     return min(fitting, key=lambda found: found.whole) if fitting else min(tried, key=lambda found: found.peak)
 
 
 class Planner:
-    """Tries layouts of one job on some machines."""
+    """Evaluates layouts of one job on given machines."""
 
     def __init__(
         self,
@@ -99,12 +98,12 @@ class Planner:
         propose: bool,
         models: dict[tuple, list[PlannedModel]] | None = None,
     ):
-        """`propose`: the plan chooses the size of micro-batches, not the options."""
+        """`propose`: the plan chooses the micro-batch size, not the options."""
         self.options, self.machines, self.work, self.propose = options, machines, work, propose
         self._models = {} if models is None else models
 
     def changed(self, machines: ClusterHardware | None = None, **settings: Any) -> "Planner":
-        """The same job under other options, or on other machines: what was measured is kept."""
+        """The same job with other options, or on other machines; measured models are reused."""
         options = dataclasses.replace(self.options, **settings)
         return Planner(options, machines or self.machines, self.work, propose=self.propose, models=self._models)
 
@@ -118,7 +117,7 @@ class Planner:
 
     @cached_property
     def clock(self) -> TimeModel | None:
-        """None: nothing is known of how fast the devices are, or the links between them."""
+        """The time model; None if the speed of the devices or of their links is unknown."""
         hardware, several = self.machines.hardware, self.machines.devices > 1
         unknown = hardware.flops(self.options.bf16) is None or hardware.bandwidth is None
         if unknown or (several and self.machines.network == float("inf")):
@@ -126,7 +125,7 @@ class Planner:
         return TimeModel(self.options, self.machines, self.work, self.models)
 
     def process(self, units: Sequence[str] | None, processes: int, **engine: Any) -> ProcessMemory:
-        """Of a pool with these units; None: all."""
+        """Memory model of a process in a pool with these units; None: all units."""
         models = [model for model in self.models if units is None or model.role in units]
         split = Split.of(self.options, processes)
         return ProcessMemory(self.options, self.machines.hardware, self.work, split, models, **engine)
@@ -137,10 +136,10 @@ class Planner:
             return fastest_micro_batches(held, self.clock, tokens)
         return held.largest_doubling() if self.propose else held.at(given_budget(self.options, self.work))
 
-    # ---- one pool: one device, the processes of a launcher, a supervised job on machines
+    # ---- one pool: one device, processes of a launcher, or a supervised job on machines
 
     def bare_process(self) -> ProcessMemory:
-        """Without an engine; of a run of a launcher, a process that holds the policy."""
+        """A process without an engine; under a launcher, one that has the policy."""
         processes, sizes = self.machines.devices, {}
         if isinstance(self.options, RLOptions):
             sizes = self.options.group_sizes(processes)
@@ -157,17 +156,17 @@ class Planner:
 
     @cached_property
     def splits(self) -> list[Candidate]:
-        """Every layout of a supervised job."""
+        """All layouts of a supervised job."""
         found = []
         for change in split_candidates(self.options, self.machines, self.work, self.models[0].whole.model.config):
-            # A UserError: these options do not go together, or not on this many devices; or a model beside the trained
-            # one is of a family that cannot be cut.
+            # UserError: these options are incompatible, with each other or with this many devices; or another model
+            # cannot be split by tensor parallelism.
             with contextlib.suppress(UserError):
                 found.append(self.changed(**change).one_pool(changes=change))
         return found
 
     def split_as_asked(self) -> Candidate | None:
-        """The layout of the options, if they name one."""
+        """The layout of the options, if they set one."""
         if not self.options.given & set(SPLITTING):
             return None
         return self.one_pool(AS_ASKED, {name: getattr(self.options, name) for name in SPLITTING})
@@ -180,13 +179,13 @@ class Planner:
         return [unit for unit in UNITS if unit in roles]
 
     def least_tensor_parallel(self) -> int:
-        """Devices over which an engine's weights must be split."""
+        """The least number of devices over which an engine's weights must be split."""
         room = ENGINE_FILL * FILL * self.machines.hardware.memory
         sizes = [size for size in range(1, self.machines.gpus + 1) if self.machines.gpus % size == 0]
         return next((size for size in sizes if self.models[0].weights / size <= room), sizes[-1])
 
     def tried(self, kind: str, layout: Layout, *, sleep: bool) -> Candidate:
-        """`sleep`: engines and models on the same devices make room for each other."""
+        """Evaluate a layout; `sleep`: engines and models on the same devices are offloaded in turn."""
         engines = layout.engines
         hybrid = engines is not None and engines.pool is not None
         sleep = sleep and hybrid
@@ -204,7 +203,7 @@ class Planner:
         return Candidate(kind, self.options, pools, time, layout=layout, engine=engine)
 
     def _vllm(self, layout: Layout, *, sleep: bool) -> EngineShare:
-        """An engine beside models takes what they leave it, unless the options say how much."""
+        """Memory of an engine. On the devices of models it gets what they leave, unless the options set its share."""
         options, engines, hardware = self.options, layout.engines, self.machines.hardware
         assert isinstance(options, RLOptions) and engines is not None
         utilization = min(options.vllm_gpu_memory_utilization, 0.95)
@@ -224,7 +223,7 @@ class Planner:
         return [best(found) for found in tried if found]
 
     def cluster_as_asked(self) -> Candidate | None:
-        """The layout of the options, if they name one."""
+        """The layout of the options, if they set one."""
         options = self.options
         assert isinstance(options, RLOptions)
         if not options.given & set(PLACING):
@@ -238,15 +237,15 @@ class Planner:
         return self.tried(AS_ASKED, layout, sleep=options.vllm_enable_sleep and options.deepspeed_enable_sleep)
 
 
-# ---- the size of micro-batches on one device
+# ---- micro-batch size on one device
 #
-# Larger passes are faster until matrix products fill the device and the host keeps ahead of it; beyond that they only
-# take memory. Where that size does not fit, there are smaller ones and, if the options leave it open, layers that
-# recompute: of these as few as fit, with the micro-batches that then take the least time.
+# Larger micro-batches are faster until matrix products fill the device and the host stays ahead of it; beyond that they
+# only take memory. If that size does not fit, smaller ones are tried and, if the options leave it open, gradient
+# checkpointing of some layers: as few as fit, with the micro-batches that then take the least time.
 
 
 def fastest_micro_batches(held: ProcessMemory, clock: TimeModel | None, tokens: int | None) -> Memory:
-    """`tokens`: of a micro-batch as the options have it; None: the plan chooses."""
+    """The micro-batches with the shortest update; `tokens`: the size that the options set; None: the plan chooses."""
     open_layers = held.options.plans_recomputation and held.layers > 0
     if tokens is not None:
         return fewest_recomputed(held, tokens) if open_layers else held.at(tokens)
@@ -267,26 +266,26 @@ def fastest_micro_batches(held: ProcessMemory, clock: TimeModel | None, tokens: 
 
 
 def enough_tokens(held: ProcessMemory, clock: TimeModel | None) -> int:
-    """Tokens of a micro-batch beyond which nothing is gained: at least one sample's, and no more than a step has."""
+    """Micro-batch size above which there is no gain: at least one sample, at most a step."""
     enough = MOST_TOKENS
     if clock is not None and clock.accelerator:
         enough = max(-(-clock.enough(model) // ROUND) * ROUND for model in held.learners)
     rows, step = held.work.rows, held.work.tokens
-    enough = max(enough, rows.prompt + rows.group * rows.answer)  # of a group: its prompt is then read once
-    # As many passes as that takes, all of about the same size: the last one would be as slow as a small one is.
+    enough = max(enough, rows.prompt + rows.group * rows.answer)  # a whole group, whose prompt is then computed once
+    # Divide the step into micro-batches of about equal size, since a small last one would be inefficient.
     passes = max(1, round(step / min(enough, MOST_TOKENS)))
     even = step if passes == 1 else -(-step // passes) + held.work.least
     return max(held.work.least, min(step, even, MOST_TOKENS))
 
 
 def fewest_recomputed(held: ProcessMemory, tokens: int) -> Memory:
-    """The fewest layers with which micro-batches of `tokens` tokens fit; all, if no number does."""
+    """Gradient checkpointing of the fewest layers with which micro-batches of `tokens` fit; of all, if none fits."""
     fewest = bisect_left(range(held.layers), True, key=lambda number: held.at(tokens, number).fits(held.room))
     return held.at(tokens, fewest)
 
 
 def update_seconds(held: ProcessMemory, clock: TimeModel | None, memory: Memory) -> float:
-    """Of an update; of an unknown device, in arbitrary units."""
+    """Seconds of an update; for an unknown device, in arbitrary units."""
     assert memory.recomputed is not None
     if clock is None:
         return 1 + memory.recomputed / held.layers / 3
@@ -294,12 +293,12 @@ def update_seconds(held: ProcessMemory, clock: TimeModel | None, memory: Memory)
 
 
 def largest(at: Callable[[int], Memory], room: int, least: int, most: int) -> Memory:
-    """Nearly the most tokens whose peak is at most `room`; `least` if there are none."""
+    """Nearly the most tokens whose peak is at most `room`; at least `least`."""
     high = at(most)
     if high.peak <= room:
         return high
     low = at(least)
-    # Memory is a rising, convex function of the tokens, so a chord's crossing of `room` fits and comes closer.
+    # Memory is an increasing convex function of the tokens, so the point where a chord crosses `room` fits.
     while low.peak <= room:
         guess = low.tokens + (room - low.peak) * (high.tokens - low.tokens) // (high.peak - low.peak)
         if guess < low.tokens * 1.02:
@@ -314,12 +313,14 @@ def largest(at: Callable[[int], Memory], room: int, least: int, most: int) -> Me
 
 @dataclass
 class Plan:
+    """The result for a job: the candidate to show and, on machines, the proposed one and all that were compared."""
+
     planner: Planner
     shown: Candidate
-    """Whose memory is printed part by part: as the options say, or what is proposed."""
+    """The candidate whose memory is printed part by part: the options' layout, or the proposed one."""
     asked: Candidate | None = None
     proposed: Candidate | None = None
-    """On machines; else the plan keeps the options' layout."""
+    """Only on machines; otherwise the plan keeps the options' layout."""
     candidates: list[Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -328,15 +329,15 @@ class Plan:
         self.memory_gib, self.fits, self.time = self.memory.peak / GIB, self.shown.fits, self.shown.time
 
     def recomputation(self) -> str:
-        """What was chosen, in words; empty where the options say it."""
+        """The chosen gradient checkpointing as text; empty if the options set it."""
         if self.memory.recomputed is None:
             return ""
         verb = "recomputes" if self.memory.recomputed == 1 else "recompute"
         return f"{self.memory.recomputed or 'none'} of {self.held.layers} layers {verb}"
 
     def changes(self) -> Change:
-        """Options, for what was chosen here."""
-        own = -(-self.memory.tokens // self.shown.split.context)  # a process's part of a row
+        """The options that select the chosen micro-batches and gradient checkpointing."""
+        own = -(-self.memory.tokens // self.shown.split.context)  # one process's tokens of a row
         found = budget_changes(self.options, own) if self.planner.propose else {}
         match self.memory.recomputed:
             case None:
@@ -347,7 +348,7 @@ class Plan:
                 return found | {"gradient_checkpointing_layers": None if number == self.held.layers else number}
 
     def flags_that_fit(self) -> str:
-        """Which flags would make it fit."""
+        """A message with the flags that would make the job fit."""
         planner = self.planner
         known = flag_changes(self.options, planner.machines.devices, accelerator=self.hardware.accelerator)
         ways = [way for way in known if not (planner.propose and way.keys() & PASS_SIZES)]
@@ -358,8 +359,9 @@ class Plan:
 def make_plan(
     options: TrainedModelOptions, hardware: Hardware, work: Work, processes: int = 1, *, propose: bool
 ) -> Plan:
-    """For one device, or for `processes` of one machine as the options split the job over them. `hardware`: its memory
-    is what one process has."""
+    """A plan for one device, or for `processes` of one machine with the options' layout. `hardware`: with the memory of
+    one
+    process."""
     refuse_unplannable(options)
     planner = Planner(options, ClusterHardware(hardware, 1, processes), work, propose=propose)
     with _planning(options):
@@ -367,10 +369,10 @@ def make_plan(
 
 
 def plan_layouts(options: TrainedModelOptions, machines: ClusterHardware) -> Plan:
-    """Layouts, and which of them to take: of all roles in RL, of the one model that is trained elsewhere."""
+    """Compare layouts on machines: of all roles in RL, of the trained model in other jobs."""
     refuse_unplannable(options)
     machines.require_links()
-    if isinstance(options, RLOptions):  # layouts of roles: how a model is split is not compared here
+    if isinstance(options, RLOptions):  # only the placement of roles is compared, not how a model is split
         whole: Change = {"ds_tensor_parallel_size": 1, "ring_attn_size": 1, "shard_size": None, "zpg": 1}
         options = dataclasses.replace(options, **whole)
     planner = Planner(options, machines, supposed(options), propose=not options.given & PASS_SIZES)
@@ -387,16 +389,17 @@ def plan_layouts(options: TrainedModelOptions, machines: ClusterHardware) -> Pla
 def _planning(options: TrainedModelOptions) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # a model that looks at contents, and here there are none
+    except RuntimeError as error:  # the model's code depends on values, which fake tensors do not have
         raise UserError(f"--pretrain {options.pretrain} cannot be planned: {first_line(error)}") from error
 
 
-# ---- flags that make a job fit: each is tried, in the order of what it costs
+# ---- flags that make a job fit, tried in the order of their cost
 
 
 def flag_changes(options: TrainedModelOptions, processes: int, *, accelerator: bool) -> Iterator[Change]:
-    """The cheapest first: more passes, more gathering, a third more arithmetic, processes that wait for each other in
-    every layer, main memory; and last what changes what is learnt."""
+    """Changes that save memory, cheapest first: more micro-batches, more gathering, a third more arithmetic,
+    communication
+    in every layer, offload to main memory; and last those that change the results."""
     if not options.bf16 and accelerator:
         yield {"bf16": True}
     if not packs_by_tokens(options) and options.micro_train_batch_size > 1:
@@ -415,16 +418,16 @@ def flag_changes(options: TrainedModelOptions, processes: int, *, accelerator: b
         yield {"gradient_checkpointing": True, "offload_activations": True}
     if accelerator and not options.adam_offload:
         yield {"adam_offload": True}
-    if not options.bf16 and not accelerator:  # may be slow there
+    if not options.bf16 and not accelerator:  # may be slow on a CPU
         yield {"bf16": True}
     if not options.lora_rank:
         yield {"lora_rank": 16}
 
 
 def fitting_changes(ways: list[Change], peak: Callable[[Change], int], room: int) -> list[Change]:
-    """Single changes that each suffice; where none does, one set of them that does; empty: nothing here does.
+    """Single changes that each suffice; if none does, one combination that does; empty: nothing suffices.
 
-    `peak`: bytes that a process needs with these options, or a UserError: they do not go together.
+    `peak`: returns the bytes a process needs with a change, or raises UserError for incompatible options.
     """
 
     def needed(change: Change) -> int | None:
@@ -435,7 +438,7 @@ def fitting_changes(ways: list[Change], peak: Callable[[Change], int], room: int
 
     found = [(way, size) for way in ways if (size := needed(way)) is not None]
     enough = [way for way, size in found if size <= room]
-    if enough:  # of one flag only the smallest value that is enough
+    if enough:  # for each flag only the smallest value that suffices
         return list({tuple(way): way for way in reversed(enough)}.values())[::-1][:NAMED_FLAGS]
     together: Change = {}
     for way, _ in found:
@@ -444,7 +447,7 @@ def fitting_changes(ways: list[Change], peak: Callable[[Change], int], room: int
             continue
         together |= way
         if size <= room:
-            for name in reversed(list(together)):  # without what is not needed after all, the dearest first
+            for name in reversed(list(together)):  # drop changes that are not needed after all, the most costly first
                 without = {other: value for other, value in together.items() if other != name}
                 if without and (needed(without) or room + 1) <= room:
                     together = without

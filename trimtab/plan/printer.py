@@ -1,4 +1,4 @@
-"""A plan in words: layouts with their memory and time, the parts of both, a verdict, and the flags to paste."""
+"""A plan as text: layouts with memory and time, the parts of both, a verdict, and flags to paste."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -14,69 +14,69 @@ from trimtab.plan.speed import BANDWIDTH_SHARE, CAUSES, COMPILED
 from trimtab.plan.speed import PHASES as TIMED
 from trimtab.plan.workload import budget_changes
 
-SHOWN = 4  # layouts beside the one that is proposed
-MORE_MACHINES = (2, 4)  # times as many are tried where nothing fits
-MATTERS = 0.02  # of an iteration: less is not worth a sentence
+SHOWN = 4  # layouts in addition to the proposed one
+MORE_MACHINES = (2, 4)  # factors tried if nothing fits
+MATTERS = 0.02  # of an iteration; smaller differences are not mentioned
 
 
 def lines(plan: Plan, pretrain: str) -> list[str]:
-    """`pretrain`: what the model is called."""
+    """The lines of a plan; `pretrain`: the model's name."""
     machines, hardware = plan.planner.machines, plan.hardware
     called = f"{plan.options.verb} of {pretrain}"
     if not plan.candidates:
         processes, size = machines.devices, f"{hardware.memory / GIB:.1f} GiB"
         if processes == 1:
-            told = [f"{called} on {hardware.name}, {size}", "", "memory, GiB"]
+            text = [f"{called} on {hardware.name}, {size}", "", "memory, GiB"]
         else:
             split = f"{plan.shown.split}, --zero_stage {plan.options.zero_stage}"
-            told = [f"{called} in {processes} processes ({split}), each on {hardware.name} with {size}"]
-            told += ["", "memory of a process, GiB"]
+            text = [f"{called} in {processes} processes ({split}), each on {hardware.name} with {size}"]
+            text += ["", "memory of a process, GiB"]
         logits = plan.held.head_logits() if processes == 1 else 0
         head = [f"  {'(of it the chunked head, fp32 logits':<46}{logits / GIB:9.2f})"] if logits else []
-        told += [*_parts(plan.memory, 46 if processes == 1 else 62, head), "", *_verdict(plan)]
-        return told if plan.time is None else [*told, "", *_times(plan), f"  assumed: {_assumed(plan)}"]
+        text += [*_parts(plan.memory, 46 if processes == 1 else 62, head), "", *_verdict(plan)]
+        return text if plan.time is None else [*text, "", *_times(plan), f"  assumed: {_assumed(plan)}"]
     nodes = "1 machine" if machines.nodes == 1 else f"{machines.nodes} machines"
-    told = [f"{called} on {nodes} with {machines.gpus} x {hardware.name}, {hardware.memory / GIB:.1f} GiB each", ""]
-    told += [*(_cluster(plan) if isinstance(plan.options, RLOptions) else _splits(plan)), ""]
+    text = [f"{called} on {nodes} with {machines.gpus} x {hardware.name}, {hardware.memory / GIB:.1f} GiB each", ""]
+    text += [*(_cluster(plan) if isinstance(plan.options, RLOptions) else _splits(plan)), ""]
     links = (
         f"{LINK_SHARE:.0%} used of {(hardware.link or 0) / 1e9:g} GB/s between devices of a machine, "
         f"{machines.network / 1e9:g} GB/s in and out of a machine, {hardware.host_link / 1e9:g} GB/s to main memory"
     )
     turns = "; roles work in turn" if isinstance(plan.options, RLOptions) else ""
-    return [*told, f"assumed: {_assumed(plan)}; {links}{turns}"]
+    return [*text, f"assumed: {_assumed(plan)}; {links}{turns}"]
 
 
 def _parts(memory: Memory, width: int, extra: list[str], indent: str = "  ") -> list[str]:
-    told = []
+    text = []
     for part in memory.parts:
         when = "" if part.phases == PHASES else f"   in the {' and '.join(part.phases)}"
         if part.size:
-            told.append(f"{indent}{part.name:<{width}}{part.size / GIB:9.2f}{when}")
-    return [*told, *extra, f"{indent}{'peak':<{width}}{memory.peak / GIB:9.2f}   in the {memory.busiest}"]
+            text.append(f"{indent}{part.name:<{width}}{part.size / GIB:9.2f}{when}")
+    return [*text, *extra, f"{indent}{'peak':<{width}}{memory.peak / GIB:9.2f}   in the {memory.busiest}"]
 
 
 def _verdict(plan: Plan) -> list[str]:
-    """Of one device, or the processes of a launcher."""
+    """Whether a job on one device or under a launcher fits, and the flags."""
     memory, proposed = plan.memory, plan.planner.propose
     share = memory.peak / plan.hardware.memory
     if not plan.fits:
         least = "even with the smallest passes" if proposed else f"with passes of {memory.tokens:,} tokens"
         taken = f"{share:.0%} of the memory {least}, and at most {FILL:.0%} should be used"
         return [f"does not fit: {taken}; {plan.flags_that_fit()}"]
-    told = [
+    text = [
         f"fits: {'proposed ' if proposed else ''}passes of {memory.tokens:,} tokens fill {share:.0%} of the memory",
         *([f"  {plan.recomputation()}"] if plan.recomputation() else []),
     ]
-    return [*told, f"  {' '.join(flags(plan.changes()))}"] if proposed else told
+    return [*text, f"  {' '.join(flags(plan.changes()))}"] if proposed else text
 
 
 def _times(plan: Plan) -> list[str]:
     time = plan.time
     assert time is not None
     step = "an iteration" if isinstance(plan.options, RLOptions) else "a step"
-    told = [f"time of {step} of {time.tokens:,} tokens, about"]
-    told += [f"  {phase:<46}{seconds:9.3g} s" for phase, seconds in time.phases.items()]
-    return [*told, f"  {'whole':<46}{time.whole:9.3g} s   {time.tokens / time.whole:,.0f} tokens/s"]
+    text = [f"time of {step} of {time.tokens:,} tokens, about"]
+    text += [f"  {phase:<46}{seconds:9.3g} s" for phase, seconds in time.phases.items()]
+    return [*text, f"  {'whole':<46}{time.whole:9.3g} s   {time.tokens / time.whole:,.0f} tokens/s"]
 
 
 def _assumed(plan: Plan) -> str:
@@ -99,30 +99,30 @@ def _splits(plan: Plan) -> list[str]:
     shown, proposed = plan.shown, plan.proposed
     assert proposed is not None
     held, memory = plan.held, plan.memory
-    told = [f"layouts, and about how many seconds a step of {plan.planner.work.tokens:,} tokens takes"]
-    told.append(_split_row("", "GiB", [*CAUSES, "whole"]))
-    told += [_split_line(AS_ASKED, plan.asked)] if plan.asked else []
-    told += [_split_line(_called(found), found) for found in compared(plan)]
-    told += ["", f"{AS_ASKED if plan.asked else 'proposed'}: {shown.split}", "memory of a process, GiB"]
+    text = [f"layouts, and about how many seconds a step of {plan.planner.work.tokens:,} tokens takes"]
+    text.append(_split_row("", "GiB", [*CAUSES, "whole"]))
+    text += [_split_line(AS_ASKED, plan.asked)] if plan.asked else []
+    text += [_split_line(_called(found), found) for found in compared(plan)]
+    text += ["", f"{AS_ASKED if plan.asked else 'proposed'}: {shown.split}", "memory of a process, GiB"]
     passes, context = held.passes(memory.tokens), shown.split.context
     row = "a row is" if context == 1 else f"a row, of which every process has 1 / {context}, is"
-    told += _parts(memory, 62, [])
-    told += [f"  a step is {passes} pass{'es' if passes > 1 else ''}, {row} up to {memory.tokens:,} tokens", ""]
+    text += _parts(memory, 62, [])
+    text += [f"  a step is {passes} pass{'es' if passes > 1 else ''}, {row} up to {memory.tokens:,} tokens", ""]
     if not proposed.fits:
-        return [*told, *_what_would_fit(plan)]
+        return [*text, *_what_would_fit(plan)]
     if not shown.fits:
-        told.append(f"does not fit: at most {FILL:.0%} of the memory should be used; this does, ")
+        text.append(f"does not fit: at most {FILL:.0%} of the memory should be used; this does, ")
     elif plan.asked and proposed.whole < 0.98 * shown.whole:
-        told.append("fits; faster, ")
+        text.append("fits; faster, ")
     elif plan.asked:
-        return [*told, "fits"]
+        return [*text, "fits"]
     if plan.asked:
-        told[-1] += f"{proposed.whole:.3g} s a step:"
-    return [*told, f"  {' '.join(split_flags(proposed))}"]
+        text[-1] += f"{proposed.whole:.3g} s a step:"
+    return [*text, f"  {' '.join(split_flags(proposed))}"]
 
 
 def compared(plan: Plan) -> list[Candidate]:
-    """The proposed layout, and the fastest that differ from it in how a model is split."""
+    """The proposed layout, and the fastest ones with other splits."""
     assert plan.proposed is not None
     found = {plan.proposed.split: plan.proposed}
     for tried in sorted((found for found in plan.candidates if found.fits), key=lambda found: found.whole):
@@ -131,17 +131,17 @@ def compared(plan: Plan) -> list[Candidate]:
 
 
 def split_flags(tried: Candidate) -> list[str]:
-    """To paste: how the model is split, without what is so anyway, and the size of the micro-batches."""
+    """Flags to paste: the split, without defaults, and the micro-batch size."""
     defaults = type(tried.options)()
     changes = {name: value for name, value in tried.changes.items() if value != getattr(defaults, name)}
-    own = -(-tried.first[1].tokens // tried.split.context)  # a process's part of a row
+    own = -(-tried.first[1].tokens // tried.split.context)  # one process's tokens of a row
     return flags(changes | budget_changes(tried.options, own))
 
 
 def _what_would_fit(plan: Plan) -> list[str]:
     planner, machines, nearest = plan.planner, plan.planner.machines, plan.proposed
     assert nearest is not None
-    told = [
+    text = [
         f"nothing fits: the least is {nearest.peak / GIB:.1f} GiB a device, of which at most {FILL:.0%} of "
         f"{machines.hardware.memory / GIB:.1f} should be used: {' '.join(split_flags(nearest))}"
     ]
@@ -149,13 +149,13 @@ def _what_would_fit(plan: Plan) -> list[str]:
         more = replace(machines, nodes=machines.nodes * times)
         found = best(planner.changed(more).splits)
         if found.fits:
-            told.append(f"  on {more.nodes} machines this fits: {' '.join(split_flags(found))}")
+            text.append(f"  on {more.nodes} machines this fits: {' '.join(split_flags(found))}")
             break
     if not planner.options.lora_rank:
-        told.append("  adapters need no optimizer state of the model's own weights: --lora_rank 16")
+        text.append("  adapters need no optimizer state of the model's own weights: --lora_rank 16")
     if not planner.options.bf16:
-        told.append("  half of the working weights and activations: --bf16")
-    return told
+        text.append("  half of the working weights and activations: --bf16")
+    return text
 
 
 def _called(tried: Candidate) -> str:
@@ -183,18 +183,18 @@ def _peak(tried: Candidate) -> str:
 def _cluster(plan: Plan) -> list[str]:
     shown = plan.shown
     assert shown.time is not None
-    told = [f"layouts, and about how many seconds an iteration of {shown.time.tokens:,} tokens takes"]
-    told.append(_cluster_row("", "devices", "GiB a device", [*TIMED, "whole"]))
-    told += [_cluster_line(tried) for tried in ([plan.asked] if plan.asked else []) + plan.candidates]
+    text = [f"layouts, and about how many seconds an iteration of {shown.time.tokens:,} tokens takes"]
+    text.append(_cluster_row("", "devices", "GiB a device", [*TIMED, "whole"]))
+    text += [_cluster_line(tried) for tried in ([plan.asked] if plan.asked else []) + plan.candidates]
     time = shown.time
-    told += ["", *_memory_of_pools(shown), ""]
-    told.append(
+    text += ["", *_memory_of_pools(shown), ""]
+    text.append(
         f"weights to the engines: {plan.planner.models[0].weights / GIB:.1f} GiB over {time.link}, "
         f"{time.phases['sync']:.2g} s; sent between processes in passes: {time.due_to('sending'):.0f} s, of which "
         f"arithmetic hides all but {time.due_to('unhidden'):.0f} s"
     )
     found = list(conclusions(plan))
-    return [*told, *(["", "what follows", *(f"  - {sentence}" for sentence in found)] if found else [])]
+    return [*text, *(["", "what follows", *(f"  - {sentence}" for sentence in found)] if found else [])]
 
 
 def _cluster_line(tried: Candidate) -> str:
@@ -217,34 +217,34 @@ def _seconds(value: float) -> str:
 
 
 def _memory_of_pools(tried: Candidate) -> list[str]:
-    """Part by part, what a device of every pool holds."""
+    """The memory of a device of every pool, part by part."""
     assert tried.layout is not None and tried.engine is not None
-    told = [f"memory a device, GiB: {tried.kind}"]
+    text = [f"memory a device, GiB: {tried.kind}"]
     for pool, (held, memory) in zip(tried.layout.pools, tried.pools.values()):
         fits = "fits" if memory.fits(held.room) else f"does not fit: at most {FILL:.0%} should be used"
         peak = f"{memory.peak / GIB:.1f} in the {memory.busiest}"
-        told.append(f"  {' + '.join(pool.units)}, {pool.size} devices: {peak}, {fits}")
-        told += _parts(memory, 62, [], indent="    ")[:-1]
+        text.append(f"  {' + '.join(pool.units)}, {pool.size} devices: {peak}, {fits}")
+        text += _parts(memory, 62, [], indent="    ")[:-1]
         if held.learners:
             passes = held.passes(memory.tokens)
-            told.append(f"    a step is {passes} pass{'es' if passes > 1 else ''} of up to {memory.tokens:,} tokens")
+            text.append(f"    a step is {passes} pass{'es' if passes > 1 else ''} of up to {memory.tokens:,} tokens")
     engine, engines = tried.engine, tried.layout.engines
     if engines is not None:
-        told.append(
+        text.append(
             f"  {engines.number} x engine, {engines.tensor_parallel} x device each: weights {engine.weights / GIB:.1f}"
             f", keys and values {engine.keys_and_values / GIB:.1f}; {engine.slots} answers at once each"
         )
     if engines is not None and engines.pool is not None:
-        told.append(f"    --vllm_gpu_memory_utilization {engine.utilization:g}")
-    return told if tried.kind == AS_ASKED else [*told, f"  {layout_flags(tried.layout)}"]
+        text.append(f"    --vllm_gpu_memory_utilization {engine.utilization:g}")
+    return text if tried.kind == AS_ASKED else [*text, f"  {layout_flags(tried.layout)}"]
 
 
-# ---- what follows from the figures: each sentence compares two settings that were both planned
+# ---- conclusions: each sentence compares two planned settings
 
 
 def conclusions(plan: Plan) -> Iterator[str]:
-    """Sentences, the most important first."""
-    yield from _about_kinds(plan) if plan.proposed and plan.proposed.fits else _about_what_is_missing(plan)
+    """Conclusions, the most important first."""
+    yield from _about_kinds(plan) if plan.proposed and plan.proposed.fits else _about_missing_memory(plan)
     yield from _about_devices(plan)
     yield from _about_settings(plan)
 
@@ -263,11 +263,11 @@ def _about_kinds(plan: Plan) -> Iterator[str]:
     hybrid = next(found for found in plan.candidates if found.kind == HYBRID)
     if not hybrid.fits:
         memory = hybrid.first[1]
-        told = f"hybrid does not fit: {memory.peak / GIB:.0f} GiB a device in the {memory.busiest}"
-        yield f"{told}; more machines, or roles apart"
+        text = f"hybrid does not fit: {memory.peak / GIB:.0f} GiB a device in the {memory.busiest}"
+        yield f"{text}; more machines, or roles apart"
 
 
-def _about_what_is_missing(plan: Plan) -> Iterator[str]:
+def _about_missing_memory(plan: Plan) -> Iterator[str]:
     options = plan.options
     ways: list[dict[str, Any]] = [{"zero_stage": 3}, {"adam_offload": True}, {"zero_stage": 3, "adam_offload": True}]
     for way in ways:
@@ -285,7 +285,7 @@ def _about_what_is_missing(plan: Plan) -> Iterator[str]:
 
 
 def _about_devices(plan: Plan) -> Iterator[str]:
-    """How the devices are best dealt out to roles that share none, beside equal parts."""
+    """The best distribution of devices over roles without shared devices, compared with equal parts."""
     planner = plan.planner
     found = next((tried for tried in plan.candidates if tried.kind in (PAIRS, APART) and tried.fits), None)
     if found is None:
@@ -295,17 +295,17 @@ def _about_devices(plan: Plan) -> Iterator[str]:
     even = [layout for layout in layouts if len(set(sizes_of(layout))) == 1]
     names = " : ".join([*(" + ".join(pool.units) for pool in found.layout.pools), "engines"])
     split = " : ".join(map(str, sizes_of(found.layout)))
-    told = f"devices of {names} are best {split}, {found.whole:.0f} s"
+    text = f"devices of {names} are best {split}, {found.whole:.0f} s"
     if even:
         equal = planner.tried(found.kind, even[0], sleep=False)
         fits = "" if equal.fits else ", which does not fit"
         same = sizes_of(found.layout) == sizes_of(even[0])
-        told += ", which is equal parts" if same else f"; equal parts take {equal.whole:.0f} s{fits}"
-    yield told
+        text += ", which is equal parts" if same else f"; equal parts take {equal.whole:.0f} s{fits}"
+    yield text
 
 
 def _about_settings(plan: Plan) -> Iterator[str]:
-    """One option changed, in the layout that is shown."""
+    """The effect of changing one option in the shown layout."""
     shown, options = plan.shown, plan.options
     assert isinstance(options, RLOptions) and shown.layout is not None and shown.time is not None
     sent, unhidden = shown.time.due_to("sending"), shown.time.due_to("unhidden")

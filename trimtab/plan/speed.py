@@ -1,29 +1,29 @@
-"""Time of an optimizer step, or of an iteration in RL: one model for one device, a split job and a cluster.
+"""Time of an optimizer step, or of an iteration in RL: one cost model for a device, a sharded job and a cluster.
 
 By phase:
 
-    rollout   a forward pass a prompt token; then for each token of an answer an engine reads its weights and the keys
-              and values of the answers that it generates at once, and every layer waits for the one before it; with
-              several devices it adds their results up
-    sync      the policy's weights are gathered from its processes and sent to the engines
-    scoring   a forward pass a token of every model that is asked
-    update    3 forward passes' arithmetic (2 where only adapters are trained) a token and one more of the layers that
-              recompute; a pass takes no less than the host needs for its layers, and adds its gradients to the step's
-    moving    what waits in main memory meanwhile: the optimizer and an engine that sleep
+    rollout   prefill of the prompts; then each decode step reads the weights and the KV cache of all running sequences,
+              layer after layer; with several devices it sums their results
+    sync      gathering the policy's weights and sending them to the engines
+    scoring   a forward pass of every model that scores
+    update    the arithmetic of 3 forward passes (2 if only adapters are trained), and one more for checkpointed layers;
+              a pass takes at least the host's time for its layers, and adds its gradients to the step's sums
+    moving    offloading the optimizer and a sleeping engine to main memory and back
 
-By cause, in one process and of one model (`Cost`):
+By cause, in one process and for one model (`Cost`):
 
     arithmetic  matrix products at a share of the peak, activations written and read at a share of the bandwidth
-    unhidden    weights that are gathered and gradients that are summed, less the arithmetic that goes on meanwhile
-    tensor      a sum over the group after attention and after the feed-forward part of every layer, in every pass
-    context     keys and values of the row gathered in every layer, gathered again and their gradients summed backwards
-    optimizer   its state read and written, in main memory where it is offloaded
-    moving      activations to main memory and back
+    unhidden    gathering weights and summing gradients, minus the arithmetic that overlaps with it
+    tensor      a sum over the tensor-parallel group after attention and feed-forward of every layer, in every pass
+    context     gathering the row's keys and values in every layer, again in the backward pass, and summing gradients
+    optimizer   reading and writing its state, in main memory if it is offloaded
+    moving      offloading activations to main memory and back
 
-A token's forward pass is 2 operations a multiplied weight, and 2 x length x width a layer for attention. A token's
-activations are counted in a fake pass of the trained model, and are as layers x width for other models. The loop asks
-one role after the other, so that seconds add up also where roles have devices of their own. Rates of one device were
-fitted to passes of four Llama shapes on one H200, those of several to published figures (docs/plan.md). It is an estimate for choosing between settings, good to a factor of two.
+A token's forward pass takes 2 operations per multiplied weight, and 2 x length x width per layer for attention. A
+token's activations are counted in a fake pass of the trained model; for other models they scale with layers x width.
+The loop calls one role after the other, so seconds add up even if roles have their own devices. Rates of one device
+were fitted to passes of four Llama shapes on one H200 (docs/plan.md), those of several to published figures
+(docs/performance.md). The estimate is for choosing between settings, and is good to a factor of two.
 """
 
 import math
@@ -42,45 +42,45 @@ from trimtab.plan.memory import EngineShare, Memory, ProcessMemory
 from trimtab.plan.workload import Work
 
 BANDWIDTH_SHARE = 0.7
-LAYER_SECONDS = 25e-6  # that a layer of one decode step takes on an accelerator besides its bytes
-REDUCE_SECONDS = 20e-6  # the least time of a sum over the devices of an engine
+LAYER_SECONDS = 25e-6  # overhead of a layer in a decode step on an accelerator, besides memory traffic
+REDUCE_SECONDS = 20e-6  # least time of an all-reduce over the devices of an engine
 COUNTED_TOKENS = 4096  # of the fake pass
-SUM_BYTES = 14  # a trained weight and pass: its gradient written, read and added to the step's
-OPTIMIZER_BYTES = 46  # a trained weight: gradients measured and scaled; they, master and moments read, written, cast
-ENOUGH = 1.03  # a pass whose tokens take at most this many times what they take in the largest pass is large enough
-AHEAD = 1.5  # and in which the device works this many times as long as the host
-FILLING = 8192  # tokens, with fewer of which matrix products leave a part of the device idle
-SUMS_OF_A_LAYER = 2  # over a tensor group, in a pass
+SUM_BYTES = 14  # per trained weight and micro-batch: its gradient is written, read and added to the step's sum
+OPTIMIZER_BYTES = 46  # per trained weight: norm and scaling of gradients; update and cast of master and moments
+ENOUGH = 1.03  # a micro-batch is large enough if its time per token is at most this multiple of the largest one's,
+AHEAD = 1.5  # and if the device works this many times as long as the host
+FILLING = 8192  # tokens below which matrix products leave a part of the device idle
+SUMS_OF_A_LAYER = 2  # all-reduces over a tensor-parallel group, per pass
 PHASES = ("rollout", "sync", "scoring", "update", "moving")
 CAUSES = ("arithmetic", "unhidden", "tensor", "context", "optimizer", "moving")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast passes are."""
+    """Efficiency of passes."""
 
     arithmetic: float
-    """Share of the peak that matrix products reach in training, and"""
+    """Share of peak FLOP/s in training."""
     scoring: float
-    """in scoring."""
+    """Share of peak FLOP/s in scoring."""
     forward: float
-    """Times that activations go through memory in a forward pass, and"""
+    """Number of times that activations are read or written in a forward pass."""
     backward: float
-    """with their gradients in a backward pass."""
+    """The same for activations and their gradients in a backward pass."""
     host: float
-    """Seconds that the host takes for a layer of a training pass."""
+    """Seconds of the host per layer of a training pass."""
 
 
-# Of one accelerator, where layers are plain and where they are compiled.
+# One accelerator, with eager and with compiled layers.
 PLAIN = Rates(arithmetic=0.75, scoring=0.75, forward=5.7, backward=12, host=3e-3)
 COMPILED = Rates(arithmetic=0.75, scoring=0.75, forward=2.1, backward=6, host=3e-3)
-# Of a CPU; and of several processes, which wait for each other: nothing of them was measured here.
+# A CPU; and several processes, which wait for each other. These were not measured.
 CPU = Rates(arithmetic=0.4, scoring=0.5, forward=2, backward=4, host=0)
 SEVERAL = Rates(arithmetic=0.45, scoring=0.55, forward=2, backward=4, host=0)
 
 
 def rates_of(options: ModelOptions, hardware: Hardware, processes: int = 1) -> Rates:
-    """Of a run that is long enough to have its layers compiled."""
+    """The rates of a run that is long enough to compile its layers."""
     if not hardware.accelerator:
         return CPU
     if processes > 1:
@@ -94,7 +94,7 @@ class Cost:
 
     arithmetic: float = 0.0
     sending: float = 0.0
-    """Were it not overlapped with arithmetic."""
+    """Without overlap with arithmetic."""
     tensor: float = 0.0
     context: float = 0.0
     optimizer: float = 0.0
@@ -111,13 +111,13 @@ class Cost:
 
 @dataclass
 class StepTime:
-    """Seconds of an optimizer step; of an iteration in RL."""
+    """Seconds of an optimizer step, or of an iteration in RL."""
 
     tokens: int
     phases: dict[str, float] = field(default_factory=dict)
     costs: list[Cost] = field(default_factory=list)
     link: str = ""
-    """What the weights go over."""
+    """The link over which weights are synced."""
 
     def add(self, phase: str, cost: Cost) -> None:
         self.costs.append(cost)
@@ -132,12 +132,12 @@ class StepTime:
 
 
 class TimeModel:
-    """Times of a job on some machines. Everything but the rollout is that of one process of the pool."""
+    """Times of a job on given machines. All but the rollout are those of one process of the pool."""
 
     def __init__(
         self, options: TrainedModelOptions, machines: ClusterHardware, work: Work, models: Sequence[PlannedModel]
     ):
-        """`models`: of one process. A ValueError: nothing is known of how fast the device is."""
+        """`models`: of one process. ValueError: the speed of the device is unknown."""
         self.options, self.machines, self.work, self.models = options, machines, work, models
         hardware = machines.hardware
         flops, bandwidth = hardware.flops(options.bf16), hardware.bandwidth
@@ -146,24 +146,26 @@ class TimeModel:
         self.flops, self.bandwidth, self.accelerator = flops, bandwidth * BANDWIDTH_SHARE, hardware.accelerator
         self.rates = rates_of(options, hardware, machines.devices)
         counted = min(COUNTED_TOKENS, work.tokens)
-        # Kept for the backward pass where no layer recomputes, of a token and a unit of layers x width.
+        # Bytes saved for the backward pass without gradient checkpointing, per token and unit of layers x width.
         self.activation_bytes = models[0].training_bytes(counted, 0).kept / counted / models[0].size
 
     # ---- a token
 
     def operations(self, model: PlannedModel) -> float:
-        """Of a token's forward pass in one process."""
+        """Operations of a token's forward pass in one process."""
         return 2 * model.multiplied + 2 * self.work.rows.longest * model.size / model.tensor
 
     def _traffic(self, model: PlannedModel, times: float) -> float:
-        """Seconds in which a token's activations go `times` times through memory."""
+        """Seconds to read or write a token's activations `times` times."""
         return times * self.activation_bytes * model.size / self.bandwidth
 
     def forward(self, model: PlannedModel) -> float:
         return self.operations(model) / (self.flops * self.rates.scoring) + self._traffic(model, self.rates.forward)
 
     def training(self, model: PlannedModel, recomputed: int | None = None) -> float:
-        """Forwards and backwards. `recomputed`: layers, if it is not the options that say it."""
+        """Seconds of a token's forward and backward pass. `recomputed`: layers with gradient checkpointing, by default
+        from
+        the options."""
         number = model.whole.recomputing_layers if recomputed is None else recomputed
         again = min(1.0, number / model.layers) if model.layers else 0.0
         times = (2 if self.options.lora_rank else 3) + again
@@ -173,18 +175,19 @@ class TimeModel:
     # ---- passes
 
     def one_pass(self, model: PlannedModel, tokens: float, recomputed: int | None = None) -> float:
-        """Of training; `tokens`: of one process."""
+        """Seconds of one training micro-batch; `tokens`: of one process."""
         seconds = max(tokens * self.training(model, recomputed), self.rates.host * model.config.num_hidden_layers)
         return seconds + SUM_BYTES * model.learnt / self.bandwidth
 
     def enough(self, model: PlannedModel) -> int:
-        """Tokens of a micro-batch beyond which nothing is gained."""
+        """Micro-batch size above which there is no gain."""
         host = self.rates.host * model.config.num_hidden_layers
         sums = SUM_BYTES * model.learnt / self.bandwidth
         return max(FILLING, int(max(AHEAD * host, sums / (ENOUGH - 1)) / self.training(model, 0)))
 
     def update(self, model: PlannedModel, split: Split, tokens: float, steps: int, memory: Memory) -> Cost:
-        """Of `tokens` of the whole job in `steps` optimizer steps, in micro-batches of which `memory` is."""
+        """Cost of training on `tokens` of the whole job in `steps` optimizer steps, with the micro-batches of
+        `memory`."""
         options, machines, context = self.options, self.machines, split.context
         whole, part = divmod(tokens / steps / split.data, memory.tokens)
         arithmetic = whole * self.one_pass(model, memory.tokens / context, memory.recomputed)
@@ -200,7 +203,7 @@ class TimeModel:
         own = tokens / split.data / context
         moving = 0.0
         if options.offload_activations and self.accelerator:
-            inputs = model.size * (2 if options.bf16 else 4)  # of a token
+            inputs = model.size * (2 if options.bf16 else 4)  # bytes of a token's layer inputs
             moving = 2 * machines.moving(own * inputs)
         return Cost(
             steps * arithmetic,
@@ -211,7 +214,7 @@ class TimeModel:
         )
 
     def scoring(self, model: PlannedModel, held: ProcessMemory, tokens: float, memory: Memory) -> Cost:
-        """Of `tokens` of the whole job, by a model of a pool whose processes hold `held`."""
+        """Cost of scoring `tokens` of the whole job with a model of the pool described by `held`."""
         split, machines = held.split, self.machines
         own = tokens / split.data / split.context
         passes = math.ceil(tokens / split.data / min(memory.tokens, model.pass_tokens or memory.tokens))
@@ -224,7 +227,7 @@ class TimeModel:
         return Cost(own * self.forward(model), sending, **self._in_layers(model, split, own, 1, 1))
 
     def _sent(self, model: PlannedModel, split: Split, passes: int) -> float:
-        """Seconds of a step in which weights are gathered and gradients summed."""
+        """Seconds of a step for gathering weights and summing gradients."""
         machines = self.machines
         gathering = machines.gathering(model.weights, split.parts, split.tensor)
         gathered = passes * gathering
@@ -238,11 +241,12 @@ class TimeModel:
         return gathered + summed * (sums + copies)
 
     def _in_layers(self, model: PlannedModel, split: Split, own: float, sums: int, gathers: int) -> dict[str, float]:
-        """What layers wait for. `own`: tokens of this process; `sums`, `gathers`: how often for a token."""
+        """Seconds of communication inside layers. `own`: tokens of this process; `sums`, `gathers`: number per
+        token."""
         states = SUMS_OF_A_LAYER * sums * own * model.size * (2 if self.options.bf16 else 4)
         keys = own * split.context * 2 * model.key_heads * model.token_keys
         return {
-            "tensor": self.machines.gathering(2 * states, split.tensor),  # summed, and the sum given to all
+            "tensor": self.machines.gathering(2 * states, split.tensor),  # all-reduce: reduce-scatter and all-gather
             "context": self.machines.gathering(gathers * model.layers * keys, split.context, split.tensor),
         }
 
@@ -256,7 +260,7 @@ class TimeModel:
         *,
         sleep: bool = False,
     ) -> StepTime:
-        """Of an optimizer step; of an iteration in RL. `layout`: of a cluster, to whose engines weights are sent."""
+        """Time of an optimizer step, or of an iteration in RL. `layout`: of a cluster, with engines to sync."""
         options, rows, steps, epochs, apart = self.options, self.work.rows, 1, 1, False
         time = StepTime(self.work.tokens)
         if isinstance(options, RLOptions):
@@ -276,19 +280,19 @@ class TimeModel:
             for model in held.learners:
                 time.add("update", self.update(model, held.split, epochs * time.tokens, steps, memory))
         if layout is not None and engine is not None:
-            time.phases["moving"] = self._falling_asleep(pools[0][0], engine) if sleep else 0.0
+            time.phases["moving"] = self._sleep_seconds(pools[0][0], engine) if sleep else 0.0
         return time
 
     def times_scored(self, model: PlannedModel, *, apart: bool) -> int:
-        """How often the loop asks a model for log-probs or values. `apart`: engines have a copy of the weights."""
+        """Number of scoring passes of a model in an iteration. `apart`: engines have a copy of the weights."""
         options = self.options
         if not isinstance(options, RLOptions):
             return int(not model.trained)
         if model.role != "actor":
             return 1
-        as_reference = int(options.init_kl_coef > 0 and options.lora_rank > 0)  # without its adapters
+        as_reference = int(options.init_kl_coef > 0 and options.lora_rank > 0)  # the policy without adapters
         if not apart and not options.bf16 and not options.weight_only_int8:
-            return as_reference  # the engine's log-probs are taken
+            return as_reference  # the engine's log-probs are used
         there = {"reference": options.init_kl_coef > 0, "teacher": options.teacher_model is not None}
         leaves_kl = options.leaves_kl_to_update(accelerator=self.accelerator)
         return as_reference + options.scores_old_policy(**there, leaves_kl=leaves_kl)
@@ -312,14 +316,14 @@ class TimeModel:
         if self.accelerator:
             step += LAYER_SECONDS * layers
         if devices > 1:
-            result = slots * actor.config.hidden_size * 2  # of a layer: bf16, twice added up
+            result = slots * actor.config.hidden_size * 2  # bytes of a layer's bf16 result, reduced twice per layer
             once = REDUCE_SECONDS + 2 * result * (devices - 1) / devices / self.machines.within()
             step += 2 * layers * once
         waves = max(1.0, samples / slots)
         return prompts * rows.prompt * self.forward(actor) / devices + waves * rows.answer * step
 
     def sync(self, layout: Layout) -> tuple[float, str]:
-        """Seconds, and what the weights go over."""
+        """Seconds of a weight sync, and the link it uses."""
         machines, engines, weights = self.machines, layout.engines, self.models[0].weights
         gathered = machines.gathering(weights, layout.pool_of("actor").size) if self.options.zero_stage > 0 else 0.0
         if engines is None:
@@ -330,8 +334,8 @@ class TimeModel:
             return gathered + weights / machines.within(), f"{machines.within() / 1e9:.3g} GB/s within a machine"
         return gathered + weights / machines.between(), f"{machines.between() / 1e9:.3g} GB/s from one device"
 
-    def _falling_asleep(self, held: ProcessMemory, engine: EngineShare) -> float:
-        """The optimizer to main memory and back, the engine's weights back."""
+    def _sleep_seconds(self, held: ProcessMemory, engine: EngineShare) -> float:
+        """Seconds to offload the optimizer and load it back, and to load the engine's weights back."""
         state = sum(12 * model.learnt // held.parts_of(model) for model in held.learners)
         optimizer = 0 if self.options.adam_offload else state
         return 2 * self.machines.moving(optimizer) + self.machines.moving(engine.weights)

@@ -1,4 +1,4 @@
-"""What a job does in one step, as far as a plan must know it: which models, how many tokens, in rows of what shape."""
+"""The workload of one step as a plan sees it: the models, the number of tokens, and the shape of rows."""
 
 import dataclasses
 import json
@@ -25,13 +25,13 @@ from trimtab.rewards.models import MAX_TOKENS
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
 TOKENS_ON_CPU = 2048
-"""Of a micro-batch where no option says how large it is: enough to keep the cores of a CPU busy, in little memory."""
+"""Default micro-batch size on a CPU: enough to keep its cores busy, in little memory."""
 SCORING_TOKENS, SCORING_TIMES = 32_768, 4
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The shape of a micro-batch's row: groups of answers to one prompt, whose tokens stand in the row once."""
+    """The shape of a micro-batch's row: groups of answers to one prompt, whose tokens are in the row once."""
 
     prompt: int
     answer: int
@@ -42,7 +42,7 @@ class Rows:
         return self.prompt + self.answer
 
     def examples(self, tokens: int) -> tuple[list[Example], list[int]]:
-        """A row of exactly `tokens` tokens, and the length of each sequence's shared prefix; the last sequence may be
+        """A row of exactly `tokens` tokens, and the length of each sequence's shared prefix; the last one may be
         shorter."""
         examples: list[Example] = []
         shared: list[int] = []
@@ -59,16 +59,18 @@ class Rows:
 
 @dataclass(frozen=True)
 class Work:
+    """The tokens of an optimizer step."""
+
     rows: Rows
     """The shape of the samples."""
     tokens: int
-    """Tokens of one optimizer step, in rows; a micro-batch need not be larger."""
+    """Tokens of one optimizer step, in rows: the largest useful micro-batch."""
     least: int
-    """Tokens of one sample: a micro-batch cannot be smaller."""
+    """Tokens of one sample: the smallest possible micro-batch."""
 
 
 def supposed(options: TrainedModelOptions) -> Work:
-    """The work that the options allow, without a look at the data: every sample as long as it may be."""
+    """The largest workload that the options allow, without reading data: every sample has the maximum length."""
     if isinstance(options, RLOptions):
         return rl_work(options, options.prompt_max_len)
     answers = 2 if isinstance(options, PreferenceColumns) else 1
@@ -100,21 +102,21 @@ def packs_by_tokens(options: TrainedModelOptions) -> bool:
 
 
 def given_budget(options: TrainedModelOptions, work: Work) -> int:
-    """Tokens of a micro-batch as the options have it."""
+    """The micro-batch size in tokens that the options set."""
     if packs_by_tokens(options) and options.train_max_tokens_per_gpu:
         return options.row_tokens(options.train_max_tokens_per_gpu)
     return options.micro_train_batch_size * work.least
 
 
 def budget_changes(options: TrainedModelOptions, tokens: int | None) -> dict[str, Any]:
-    """The options that make micro-batches of at most `tokens` tokens; None: of a number of samples."""
+    """Options for micro-batches of at most `tokens` tokens; None: limited by samples."""
     how = "use_dynamic_batch" if isinstance(options, RLOptions) else "packing_samples"
     return {how: tokens is not None, "train_max_tokens_per_gpu": tokens}
 
 
 def scoring_tokens(tokens: int) -> int:
-    """Tokens of a micro-batch of scoring on an accelerator, where those of training have `tokens`: nothing is kept for
-    a backward pass, so that a layer's activations are all that grows."""
+    """Size of a scoring micro-batch on an accelerator, if a training one has `tokens`. It may be larger, because no
+    activations are saved for a backward pass."""
     return max(tokens, min(SCORING_TOKENS, SCORING_TIMES * tokens))
 
 
@@ -123,21 +125,21 @@ def scoring_tokens(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class JobModel:
-    """A model of a job, without weights."""
+    """A fake model of a job."""
 
     name: str
     role: str
     skeleton: PackedModel
     trained: bool = False
-    """Else it only scores."""
+    """False: it only scores."""
     offload: bool = False
-    """It waits in main memory while it has nothing to do."""
+    """It is in main memory while it is not used."""
     pass_tokens: int | None = None
-    """Tokens of its passes, if they are not as large as those of training."""
+    """Size of its micro-batches, if different from training."""
 
 
 def job_models(options: TrainedModelOptions) -> list[JobModel]:
-    """The trained ones first."""
+    """All models of a job, trained ones first."""
     if not isinstance(options, RLOptions):
         skeleton = fake_reward_model(options) if options.verb == "rm" else fake_policy(options)
         found = [JobModel("model", "model", skeleton, trained=True)]
@@ -168,7 +170,7 @@ def job_models(options: TrainedModelOptions) -> list[JobModel]:
 
 
 def _origin_of_critic(options: RLOptions) -> tuple[str, str]:
-    """The model that the critic begins as, and the flag that names it."""
+    """The model that initializes the critic, and its flag."""
     if options.critic_pretrain:
         return options.critic_pretrain, "--critic_pretrain"
     if rewards := listed(options.reward_pretrain):
@@ -192,7 +194,7 @@ def _has_reference(options: TrainedModelOptions) -> bool:
     return options.lora_rank == 0 or options.ref_pretrain is not None
 
 
-# ---- models by their size alone: `70B` is a Llama of that size, of which no file is needed
+# ---- models given by size: `70B` is a Llama of that size, without files
 
 _CONFIG_KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -206,16 +208,16 @@ _LLAMAS = {
     "70B": (8192, 28_672, 80, 64, 8, 32_000),
     "405B": (16_384, 53_248, 126, 128, 8, 128_256),
 }
-_MIXTRALS = {  # 8 experts, of which a token goes to 2
+_MIXTRALS = {  # 8 experts, 2 per token
     "8x7B": (4096, 14_336, 32, 32, 8, 32_000),
     "8x22B": (6144, 16_384, 56, 48, 8, 32_768),
 }
 SIZES = (*_LLAMAS, *_MIXTRALS)
-LONGEST = 131_072  # positions: more than any of them has, so that long rows can be planned
+LONGEST = 131_072  # positions, more than these models have, so that long rows can be planned
 
 
 def write_config(size: str, folder: Path) -> str:
-    """A folder with the config.json of a model of this size."""
+    """Write a folder with the config.json of a model of this size, and return its path."""
     config: dict[str, Any] = {"tie_word_embeddings": False, "max_position_embeddings": LONGEST}
     if size in _LLAMAS:
         config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | dict(

@@ -1,8 +1,8 @@
-"""What looks wrong in a run of any job, in words: alarms while it works, and lines for a run that ends badly.
+"""Alarms on the metrics of a running job, and the messages of a run that ends badly.
 
-Alarms follow from the rows of metrics.jsonl alone, so a resumed run that reads its earlier rows raises those that it
-would have raised. What only RL can get wrong is in rl/alarms.py. The process that launches a run imports this file
-too: nothing heavy is imported on top.
+Alarms depend on the rows of metrics.jsonl alone, so a resumed run that replays its earlier rows raises the same alarms
+as an uninterrupted one. Alarms that only RL needs are in rl/checks.py. The process that launches a run imports this
+file too, so heavy imports stay inside functions.
 """
 
 import math
@@ -15,16 +15,18 @@ from statistics import fmean, median, pstdev
 from trimtab.config.training_options import CheckpointOptions
 
 LATELY = 20  # steps
-FEW, ENOUGH = 4, 10  # steps for a mean; to tell a rise from the noise of a batch, the first one's too
-RISE, LEAST_RISE, NOISE = 0.5, 0.1, 4.0  # of the first loss; in nats, for those near 0; in deviations
-MUCH_RISE = 10.0  # times the first loss: whatever the noise
-JUMP, FAR, GROWTH = 20.0, 10.0, 100.0  # times the usual gradient norm, times the first ones, of all lately
+FEW, ENOUGH = 4, 10  # steps needed for a mean; steps needed to separate a rise from the noise of single batches
+RISE, LEAST_RISE, NOISE = 0.5, 0.1, 4.0  # fraction of the first loss; nats, for a first loss near 0; deviations
+MUCH_RISE = 10.0  # times the first loss: an alarm however noisy the loss is
+JUMP, FAR, GROWTH = 20.0, 10.0, 100.0  # norm / recent median; norm / first median; recent median / first median
 FIRST_NORMS = 5
 MANY_PAIRS = 100
 WORSE = 0.05  # of the lowest evaluation loss
 
 
 class MetricAlarms:
+    """Rules over the rows of metrics that notice divergence, overfitting and reversed preferences."""
+
     def __init__(self) -> None:
         self._steps = 0
         self._first_loss: float | None = None
@@ -32,14 +34,14 @@ class MetricAlarms:
         self._first_norms: list[float] = []
         self._norms: deque[float] = deque(maxlen=LATELY)
         self._pairs: deque[tuple[float, float]] = deque(maxlen=LATELY)
-        self._lowest: tuple[float, int, float] | None = None  # evaluation loss, its step, training loss of that time
+        self._lowest: tuple[float, int, float] | None = None  # evaluation loss, its step, training loss at that step
         self._best: tuple[float, float, int] | None = None  # evaluation reward, its lower bound, its step
 
     def see(self, row: dict) -> list[str]:
         """The alarms of the next row."""
         self._steps += row["step"] > 0
         rules = (self._not_finite, self._loss, self._gradient, self._accuracy, self._evaluation, self._reward)
-        return [told for rule in rules for told in rule(row)]
+        return [alarm for rule in rules for alarm in rule(row)]
 
     def _not_finite(self, row: dict) -> Iterator[str]:
         for name, words in (("loss", "loss"), ("grad_norm", "gradient norm"), ("eval_loss", "evaluation loss")):
@@ -49,7 +51,7 @@ class MetricAlarms:
 
     def _loss(self, row: dict) -> Iterator[str]:
         loss = _finite(row, "loss")
-        # A policy loss is about zero by construction, whatever is learnt.
+        # A policy loss is about zero by construction, so it says nothing about learning.
         if loss is None or "reward" in row:
             return
         if self._first_loss is None:
@@ -84,7 +86,7 @@ class MetricAlarms:
         from trimtab.evaluate.tail_risk import share  # numpy
 
         accuracy, pairs = _finite(row, "accuracy"), _finite(row, "samples")
-        # Of pairs, of which chance gets one half; while both rewards are still the same, none is right.
+        # Only preference pairs have a chance level of one half. While both rewards are equal, no pair counts as right.
         if accuracy is None or not pairs or row.get("chosen_reward") in (None, row.get("rejected_reward")):
             return
         if self._steps <= LATELY:
@@ -108,11 +110,11 @@ class MetricAlarms:
             return
         lowest, step, then = self._lowest
         if loss > lowest + max(WORSE * abs(lowest), 1e-3):
-            told = f"the evaluation loss was lowest at step {step} ({lowest:.3g}) and is {loss:.3g}"
+            message = f"the evaluation loss was lowest at step {step} ({lowest:.3g}) and is {loss:.3g}"
             memorised = (
                 ", while the training loss goes on falling: the model memorises its rows; train for fewer epochs"
             )
-            yield told + (memorised if training < then else ": the later steps did not help on new data")
+            yield message + (memorised if training < then else ": the later steps did not help on new data")
 
     def _reward(self, row: dict) -> Iterator[str]:
         reward, low, high = (_finite(row, f"eval_reward{end}") for end in ("", "_low", "_high"))
@@ -143,8 +145,11 @@ Mark = tuple[str, int]
 
 
 def newest_checkpoint_mark(options: CheckpointOptions) -> Mark | None:
-    """What is the newest in a run's folder, and when it became so by the clock of whoever keeps the files: only looked
-    at, since the folder may be another run's."""
+    """Name and modification time of the newest checkpoint in the folder of `options`; None without one.
+
+    The time comes from the file server's clock, so two marks can be compared but not set against this machine's clock.
+    Nothing is changed: the folder may belong to another run.
+    """
     latest = Path(options.checkpoint_folder) / LATEST
     with suppress(OSError):
         return latest.read_text(), latest.stat().st_mtime_ns
@@ -152,21 +157,21 @@ def newest_checkpoint_mark(options: CheckpointOptions) -> Mark | None:
 
 
 def resume_line(saved: Path | None) -> str:
-    """`saved`: the checkpoint that was written for this ending."""
+    """How to resume from `saved`, the checkpoint written when the run stopped."""
     if saved is None:
         return "no checkpoint was written, as --disable_ds_ckpt asks"
     return f"checkpoint saved in {saved}; add --load_checkpoint to go on"
 
 
 def last_checkpoint_line(last: Path | None) -> str:
-    """`last`: the newest that a run has written, which could write none for its end."""
+    """How to resume a run that could not write a checkpoint when it stopped; `last`: the newest one it has."""
     if last is None:
         return "this run has no checkpoint to go on from"
     return f"the last checkpoint is {last}; add --load_checkpoint to go on"
 
 
 def not_finite_line(when: str, last: Path | None) -> str:
-    """`last`: the newest checkpoint, all of whose numbers are finite, as all are that were written."""
+    """Message for weights that are not finite; `last`: the newest checkpoint (only finite weights are ever saved)."""
     go_on = f"the last checkpoint is {last}; add --load_checkpoint to go on from there" if last else "start again"
     return f"the weights or Adam's moments are not finite {when}, so they were not saved; {go_on}, more slowly"
 

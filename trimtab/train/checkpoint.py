@@ -5,9 +5,9 @@
       global_step40/             state.json and tensors.safetensors (weights, Adam's moments), in parts if need be
       global_step40_hf/          with --save_hf_ckpt: the model as a Hugging Face folder
 
-A checkpoint is written beside its place, flushed to disk, renamed, and only then does `latest` move. Nothing here is
-a pickle, so a checkpoint from a stranger runs no code. Its state has the checksums of all its files (integrity.py);
-one that is not what was written is named and passed over for the one before.
+A checkpoint is written to a temporary folder, flushed to disk and renamed; only then is `latest` updated. Nothing here
+is a pickle, so loading a checkpoint from an untrusted source runs no code. state.json holds the checksums of all files
+(checkpoint_files.py); a damaged checkpoint is reported and the one before it is loaded.
 """
 
 import shutil
@@ -39,14 +39,16 @@ from trimtab.train.checkpoint_files import (
 
 PREFIX = "global_step"
 STATE, OLD = "state.json", ".old-"
-FAILURES = (OSError, SafetensorError, ValueError)  # of writing: ValueError where not all parts are there
+FAILURES = (OSError, SafetensorError, ValueError)  # when writing; ValueError: a part of a sharded tensor is missing
 
 
 class Checkpoints:
+    """The checkpoints in one folder: save, prune, verify and load. All processes call its methods together."""
+
     def __init__(
         self, folder: Path, *, keep: int, keep_gib: float, world: World | None = None, run: Path | None = None
     ):
-        """`run`: the run's own folder, beside which a checkpoint may be kept if there is no room in `folder`."""
+        """`run`: the run directory; if the disk of `folder` is full, a checkpoint may be saved next to it."""
         self.folder, self.run = folder, run
         self.keep = max(1, keep)
         self.keep_bytes = keep_gib * 2**30
@@ -54,14 +56,16 @@ class Checkpoints:
         self._saved: Path | None = None
 
     def saved(self, step: int) -> Path | None:
-        """The checkpoint of this step, if it was written by this run."""
+        """The checkpoint of this step if this run wrote it."""
         return self._saved if self._saved and self._saved.name == f"{PREFIX}{step}" else None
 
     def save(
         self, step: int, write: Callable[[Path], None], state: dict, export: Callable[[Path], None] | None = None
     ) -> Path:
-        """Write the checkpoint of `step`, all processes together: `write` its tensors, flushed to disk, `export` the
-        Hugging Face folder beside it. Where that fails, it is kept where there is room, and the run ends."""
+        """Write the checkpoint of `step`, all processes together. CannotWrite: it failed, and callers try `rescue`.
+
+        `write` stores the tensors and flushes them to disk; `export` writes the Hugging Face folder next to them.
+        """
         try:
             self._write(step, write, state, export)
         except FAILURES as error:
@@ -74,10 +78,11 @@ class Checkpoints:
         return self._saved
 
     def rescue(self, step: int, write: Callable[[Path], None], state: dict) -> str:
-        """Keep the checkpoint of `step` wherever there is room, and say where that is and how to go on."""
+        """Save the checkpoint of `step` on the first disk with enough space, and return where it is and how to
+        resume."""
         if self.saved(step):
             return f"step {step} is in {self.saved(step)}: make room and add --load_checkpoint to go on"
-        for folder in self._refuges():
+        for folder in self._rescue_folders():
             place = Checkpoints(folder, keep=self.keep, keep_gib=self.keep_bytes / 2**30, world=self.world)
             with suppress(*FAILURES):
                 place._write(step, write, state, None)
@@ -86,8 +91,9 @@ class Checkpoints:
                 )
         return f"there is no room for a checkpoint of step {step} anywhere: make some and go on with --load_checkpoint"
 
-    def _refuges(self) -> Iterator[Path]:
-        """Where a checkpoint may be kept; each is made only when the ones before had no room."""
+    def _rescue_folders(self) -> Iterator[Path]:
+        """Folders to try in order when the checkpoint folder cannot be written; each is created only when it is
+        tried."""
         yield self.folder
         if self.run is None:
             return
@@ -102,32 +108,33 @@ class Checkpoints:
     def _write(
         self, step: int, write: Callable[[Path], None], state: dict, export: Callable[[Path], None] | None
     ) -> None:
-        final, beside = (self.folder / f"{start}{PREFIX}{step}" for start in ("", UNFINISHED))
+        final, unfinished = (self.folder / f"{start}{PREFIX}{step}" for start in ("", UNFINISHED))
         exported = self.folder / f"{UNFINISHED}{PREFIX}{step}_hf"
         try:
-            self._together(lambda: self._make_room(beside), leader_only=True)
-            self._together(lambda: write(beside))
+            self._collectively(lambda: self._create_folder(unfinished), leader_only=True)
+            self._collectively(lambda: write(unfinished))
             if export is not None:
-                self._together(lambda: export(exported))
-            self._together(lambda: self._publish(beside, final, step, state, exported), leader_only=True)
-            self._together(lambda: self._prune(final), leader_only=True)
+                self._collectively(lambda: export(exported))
+            self._collectively(lambda: self._publish(unfinished, final, step, state, exported), leader_only=True)
+            self._collectively(lambda: self._prune(final), leader_only=True)
         finally:
             if self.world.is_rank_zero:
-                remove(beside)
+                remove(unfinished)
                 remove(exported)
 
     def export_only(self, step: int, export: Callable[[Path], None]) -> Path:
-        """Only the Hugging Face folder of `step`; older ones beyond the number to keep go."""
+        """Write only the Hugging Face folder of `step`, and remove older ones beyond `keep`."""
         folder = self.folder / f"{PREFIX}{step}_hf"
         with writing(f"--ckpt_path {folder}: cannot write the model"):
-            self._together(lambda: export(folder))
+            self._collectively(lambda: export(folder))
         kept = sorted(self.folder.glob(f"{PREFIX}*_hf"), key=lambda p: int(p.name[len(PREFIX) : -len("_hf")]))
         for old in kept[: -self.keep] if self.world.is_rank_zero else []:
             shutil.rmtree(old, ignore_errors=True)
         return folder
 
-    def _together(self, action: Callable[[], None], *, leader_only: bool = False) -> None:
-        """Act, and fail on every process if one fails, so that none is left waiting for it."""
+    def _collectively(self, action: Callable[[], None], *, leader_only: bool = False) -> None:
+        """Run `action`, and raise in every process if it fails in one: a process that went on alone would wait
+        forever."""
         error = None
         if self.world.is_rank_zero or not leader_only:
             try:
@@ -138,38 +145,38 @@ class Checkpoints:
         if failures:
             raise error or OSError(failures[0])
 
-    def _make_room(self, beside: Path) -> None:
+    def _create_folder(self, unfinished: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.clean()
-        beside.mkdir()
+        unfinished.mkdir()
 
-    def _publish(self, beside: Path, final: Path, step: int, state: dict, exported: Path) -> None:
-        parts = collect_checksums(beside)
-        for folder in {(beside / name).parent for name in parts}:
-            ShardedTensors(folder)  # of processes that see another disk here, no part would be found
-        (beside / STATE).write_text(seal_state(state, step, parts))
-        flush(beside)
-        if exported.exists():  # before the checkpoint: a run that goes on from that will not write it again
+    def _publish(self, unfinished: Path, final: Path, step: int, state: dict, exported: Path) -> None:
+        parts = collect_checksums(unfinished)
+        for folder in {(unfinished / name).parent for name in parts}:
+            ShardedTensors(folder)  # raises if a process wrote its part to a different disk
+        (unfinished / STATE).write_text(seal_state(state, step, parts))
+        flush(unfinished)
+        if exported.exists():  # before the checkpoint: a resumed run does not export this step again
             remove(place := final.with_name(f"{final.name}_hf"))
             move(exported, place)
         if final.exists():  # an earlier run's checkpoint of the same step
             move(final, final.with_name(f"{OLD}{final.name}"))
-        move(beside, final)
+        move(unfinished, final)
         write_text(self.folder / LATEST, final.name)
         self.clean()
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, by its looks, whatever an interrupted write left behind."""
+        """The newest checkpoint with a state file; its checksums are not verified."""
         return next((path for path in self._newest_first() if (path / STATE).exists()), None)
 
     def has_sign(self) -> bool:
-        """Whether there is a checkpoint, whole or not, or was one: `load` will find it, or refuse."""
-        return bool(self._all()) or (self.folder / LATEST).exists()
+        """Whether there is or was a checkpoint, damaged or not. If so, `load` returns one or raises."""
+        return bool(self._checkpoints()) or (self.folder / LATEST).exists()
 
     def load(self) -> tuple[Path, dict] | None:
-        """The newest checkpoint that is what was written, and its state; its tensors are read from the folder.
+        """The newest checkpoint whose checksums match, and its state; callers read the tensors from the folder.
 
-        Damaged ones are named and passed over. None: there is no checkpoint, nor a sign that there was one.
+        Damaged ones are reported and skipped. None: there is no checkpoint and no sign that there was one.
         """
         damaged: list[tuple[Path, str]] = []
         for path in self._candidates():
@@ -187,14 +194,15 @@ class Checkpoints:
         return None
 
     def manifest(self) -> dict | None:
-        """Of the newest checkpoint, before it is loaded and verified; None where `load` finds none, or refuses."""
+        """The manifest of the newest checkpoint, not yet verified; None where `load` would find none or raise."""
         with suppress(OSError, ValueError, UserError):
             if (path := self.latest()) is not None:
                 return unseal_state((path / STATE).read_text(), _step(path))["manifest"]
         return None
 
     def _candidates(self) -> list[Path]:
-        """As the first process finds them: the others could look while it is still bringing one back."""
+        """Checkpoints to try, newest first, as rank 0 lists them: it may be renaming one back while others would
+        look."""
         found: list[Path] = []
         problem = None
         if self.world.is_rank_zero:
@@ -208,7 +216,7 @@ class Checkpoints:
         return found
 
     def _examine(self, path: Path) -> tuple[dict, str | None]:
-        """A checkpoint's state, and what is wrong with it. The processes read its files between them."""
+        """A checkpoint's state and its first problem, if any. Each process verifies a share of the files."""
         state, problem = {}, None
         try:
             state = unseal_state((path / STATE).read_text(), _step(path))
@@ -223,10 +231,10 @@ class Checkpoints:
         return state, next((found for found in self.world.gather(problem) if found), None)
 
     def _newest_first(self) -> list[Path]:
-        """What `latest` names, then those before it; without `latest`, all."""
-        self._bring_back()
-        every = self._all()[::-1]
-        if (name := self._named()) is None:
+        """The checkpoint that `latest` names and the older ones; all checkpoints without a `latest` file."""
+        self._restore_replaced()
+        every = self._checkpoints()[::-1]
+        if (name := self._latest_name()) is None:
             return every
         before = [path for path in every if _step(path) < _step(self.folder / name)]
         found = [path for path in every if path.name == name] + before
@@ -237,8 +245,8 @@ class Checkpoints:
             )
         return found
 
-    def _named(self) -> str | None:
-        """The checkpoint that `latest` names, if there is that file."""
+    def _latest_name(self) -> str | None:
+        """The checkpoint that `latest` names; None without that file."""
         try:
             name = (self.folder / LATEST).read_text(errors="replace").strip()
         except OSError:
@@ -251,26 +259,26 @@ class Checkpoints:
         return name
 
     def clean(self) -> None:
-        """Remove what interrupted writes left. A replaced checkpoint counts as garbage once its successor is there."""
-        self._bring_back()
+        """Remove leftovers of interrupted writes, and replaced checkpoints whose successor exists."""
+        self._restore_replaced()
         for pattern in (f"{UNFINISHED}*", f"{OLD}*"):
             for path in self.folder.glob(pattern):
                 remove(path)
 
-    def _bring_back(self) -> None:
-        """A checkpoint set aside for a successor that never came."""
+    def _restore_replaced(self) -> None:
+        """Rename a replaced checkpoint back if its successor was never finished."""
         if self.world.is_rank_zero:
             for path in self.folder.glob(f"{OLD}*"):
                 if not (place := path.with_name(path.name.removeprefix(OLD))).exists():
                     move(path, place)
 
-    def _all(self) -> list[Path]:
+    def _checkpoints(self) -> list[Path]:
         paths = [p for p in self.folder.glob(f"{PREFIX}*") if is_name(p.name)]
         return sorted(paths, key=_step)
 
     def _prune(self, newest: Path) -> None:
-        """Oldest first, until both limits hold; the newest stays whatever they say."""
-        kept = [p for p in self._all() if p != newest] + [newest]
+        """Remove the oldest checkpoints until both limits hold; the newest always stays."""
+        kept = [p for p in self._checkpoints() if p != newest] + [newest]
         sizes = {p: _size(p) for p in kept}
         while len(kept) > 1 and (len(kept) > self.keep or sum(sizes[p] for p in kept) > self.keep_bytes):
             oldest = kept.pop(0)
@@ -279,7 +287,8 @@ class Checkpoints:
 
 
 def newest_of_run(options: CheckpointOptions, before: Mark | None) -> Path | None:
-    """The newest that a run has written; what was the newest `before` it is its own only if it went on from there."""
+    """The newest checkpoint that belongs to this run: the mark has changed since `before`, or the run resumed from
+    it."""
     if newest_checkpoint_mark(options) == before and not options.load_checkpoint:
         return None
     return Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).latest()
@@ -287,7 +296,7 @@ def newest_of_run(options: CheckpointOptions, before: Mark | None) -> Path | Non
 
 @contextmanager
 def reading_checkpoint(path: Path) -> Iterator[None]:
-    """A damaged checkpoint inside becomes one line."""
+    """Turn errors from reading a damaged checkpoint into a one-line UserError."""
     try:
         yield
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
@@ -297,7 +306,7 @@ def reading_checkpoint(path: Path) -> Iterator[None]:
 
 
 def is_name(text: str) -> bool:
-    """Whether a checkpoint may be called so: never a path, which could lead anywhere."""
+    """Whether `text` is a checkpoint's name. `latest` is untrusted: a path in it could point anywhere."""
     digits = text.removeprefix(PREFIX)
     return digits != text and digits.isdecimal()
 
@@ -311,14 +320,17 @@ def _size(folder: Path) -> int:
     return sum(p.stat().st_size for f in both for p in f.rglob("*") if p.is_file())
 
 
-# ---- a policy as training left it
+# ---- the policy of a checkpoint
 
 
-WEIGHT = "weight/"  # what the optimizer puts before the name of a parameter
+WEIGHT = "weight/"  # prefix of a parameter's name in the optimizer's state
 
 
 def restored_policy(pretrain: str, checkpoint: str | None, options: LoadOptions, device: Device) -> Policy:
-    """`pretrain`: where the architecture comes from, and the weights too without a `checkpoint`. Only to score with."""
+    """A frozen policy with the weights of `checkpoint`, or those of `pretrain` without one.
+
+    `pretrain` gives the architecture; `checkpoint` may be a model folder or the checkpoint folder of a run.
+    """
     folder = Path(checkpoint).expanduser() if checkpoint else None
     if folder is not None and (folder / "config.json").exists():
         return load_frozen_policy(str(folder), options, device, "--ckpt_path").model
@@ -326,12 +338,12 @@ def restored_policy(pretrain: str, checkpoint: str | None, options: LoadOptions,
     if folder is not None:
         tensors = _tensors_of(folder)
         print(f"weights of {tensors}", flush=True)
-        _fill(policy, tensors)
+        _load_weights(policy, tensors)
     return policy
 
 
 def _tensors_of(folder: Path) -> Path:
-    """The folder with the policy's tensors, of the newest checkpoint."""
+    """The folder with the policy's tensors in the newest checkpoint."""
     if (folder / "adapter_config.json").exists():
         raise UserError(
             f"--ckpt_path {folder}: an adapter, not a model; merge it first: {merging(folder, '--ckpt_path')}"
@@ -340,11 +352,11 @@ def _tensors_of(folder: Path) -> Path:
     if loaded is None:
         raise UserError(f"--ckpt_path {folder}: neither a model nor a checkpoint of training is in this folder")
     newest, _ = loaded
-    # RL keeps a folder for each model that learns.
+    # RL stores each trained model in its own folder.
     return next((place for place in (newest / "actor", newest) if any(place.glob(PATTERN))), newest)
 
 
-def _fill(policy: Policy, folder: Path) -> None:
+def _load_weights(policy: Policy, folder: Path) -> None:
     with reading_checkpoint(folder):
         parts = ShardedTensors(folder)
         parameters = dict(policy.model.named_parameters())

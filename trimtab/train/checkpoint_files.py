@@ -1,13 +1,13 @@
 """The files of a checkpoint: tensors in parts, checksums of all files, and the sealed state.
 
-Tensors lie on disk in parts: each process writes the blocks it holds, and any number of processes reads them back,
-however these split their tensors. One process writes tensors.safetensors; several write
-tensors-00000-of-00002.safetensors and so on. Every file notes which blocks of each tensor it has, the shapes of all
-tensors and the step they are of, so that missing and mixed parts are found.
+Each process writes the blocks of the tensors it holds, and any number of processes with any sharding can read them
+back. One process writes tensors.safetensors; several write
+tensors-00000-of-00002.safetensors and so on. The metadata of every file lists its blocks of each tensor, the shapes of
+all tensors and the step, so that missing and mixed parts are detected.
 
-A file's checksum is the sum of its 64-bit words over each of its pieces of 1 MiB, and CRC-32 over these sums and what
-is left at the end: as quick as memory is, where a CRC of everything would take longer than reading the tensors.
-It finds what disks, copies and hands do to a file; it is no defence against someone who wants to deceive.
+A file's checksum sums the 64-bit words of each piece of 1 MiB, and takes the CRC-32 of these sums and of the remaining
+bytes. It runs at memory speed; a CRC of the whole file would take longer than reading the tensors. It detects damage by
+disks, copies and manual edits; it is no protection against deliberate forgery.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.files import flush
 
 PIECE = 2**20  # bytes
-SUM = ".sum"  # after a file's name: its checksum, until the leader has taken it into the checkpoint's state
+SUM = ".sum"  # suffix of the file with a checksum, until rank 0 has copied it into the checkpoint's state
 SEAL, STEP, PARTS = "checksum", "step", "parts"
 
 
@@ -48,7 +48,7 @@ def write_checksum(path: Path) -> None:
 
 
 def collect_checksums(folder: Path) -> dict[str, dict]:
-    """The checksums that processes left beside the files they wrote, by the files' place in the folder."""
+    """Read and remove the checksum files of all processes; keys are paths relative to the folder."""
     sums = {}
     for path in sorted(folder.rglob(f"*{SUM}")):
         sums[str(path.relative_to(folder)).removesuffix(SUM)] = json.loads(path.read_text())
@@ -57,13 +57,13 @@ def collect_checksums(folder: Path) -> dict[str, dict]:
 
 
 def seal_state(state: dict, step: int, parts: dict[str, dict]) -> str:
-    """A checkpoint's state as text that tells whether it was changed."""
+    """A checkpoint's state as JSON with a checksum of itself."""
     state = {**state, STEP: step, PARTS: parts}
     return json.dumps({SEAL: _digest(state), **state})
 
 
 def unseal_state(text: str, step: int) -> dict:
-    """The state of the checkpoint of `step`; ValueError where it is not what was written."""
+    """Parse and verify the state of the checkpoint of `step`. ValueError: it was changed, or is incomplete."""
     state = json.loads(text)
     if not isinstance(state, dict):
         raise ValueError("state.json holds no object")
@@ -79,7 +79,7 @@ def unseal_state(text: str, step: int) -> dict:
 
 
 def find_damage(folder: Path, parts: Iterable[tuple[str, dict]]) -> str | None:
-    """What is wrong with the first of these files that is not what was written."""
+    """Describe the first of these files that is missing or differs from its checksum; None if all are intact."""
     for name, expected in parts:
         path = folder / name
         if not path.is_file():
@@ -102,7 +102,7 @@ PATTERN = "tensors*.safetensors"
 
 
 def write_sharded(folder: Path, tensors: dict[str, Tensor], mesh: Mesh, step: int) -> None:
-    """Write what this process holds (what all hold alike, the first process writes), and flush it to disk."""
+    """Write this process's parts of the tensors and flush them to disk; rank 0 writes replicated tensors."""
     held = {
         name: tensor
         for name, tensor in tensors.items()
@@ -125,23 +125,24 @@ def write_sharded(folder: Path, tensors: dict[str, Tensor], mesh: Mesh, step: in
 def write_file(
     path: Path, parts: dict[str, Tensor], blocks: dict[str, list[Block]], shapes: dict[str, list[int]], step: int
 ) -> None:
-    """One process's parts and where they belong; `shapes` of all tensors, also those it holds nothing of."""
+    """Write one process's parts and the blocks they fill. `shapes` covers all tensors, also those without a part
+    here."""
     notes = {"blocks": json.dumps(blocks), "shapes": json.dumps(shapes), "step": str(step)}
     save_file(parts, path, metadata=notes)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every number that this process holds is finite."""
+    """Whether all values in this process's parts are finite."""
     for tensor in tensors:
         part = local(tensor).detach()
-        # A sum is quick, and finite only if all are; that it overflows is rare enough to look again.
+        # A sum is fast, and not finite if any value is not. It may also overflow, so the slow check confirms.
         if part.is_floating_point() and not math.isfinite(part.sum()) and not bool(part.isfinite().all()):
             return False
     return True
 
 
 class ShardedTensors:
-    """All parts in a folder, read when asked for. ValueError: they are not all there, or of different steps."""
+    """The sharded tensors of a folder, read lazily. ValueError: parts are missing, overlap, or differ in step."""
 
     def __init__(self, folder: Path):
         paths = sorted(folder.glob(PATTERN))
@@ -149,7 +150,7 @@ class ShardedTensors:
         if len(paths) != promised:
             raise ValueError(f"{len(paths)} of {promised} parts are there")
         self._files = [safe_open(path, framework="pt") for path in paths]
-        self._places: dict[str, list[tuple[Block, int]]] = {}  # and the file that it is in
+        self._places: dict[str, list[tuple[Block, int]]] = {}  # blocks of each tensor, with the index of their file
         self._shapes: dict[str, list[int]] = {}
         steps = set()
         for index, file in enumerate(self._files):
@@ -183,7 +184,7 @@ class ShardedTensors:
         return tensor
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill a tensor, or this process's part of it, in place."""
+        """Copy a stored tensor into `tensor`, or into this process's part of it, in place."""
         places, target = self._found(name), local(tensor)
         found, wanted = self._shapes[name], list(tensor.shape)
         if found != wanted:
@@ -207,7 +208,7 @@ class ShardedTensors:
 
 
 def _blocks_in(file: Any, notes: dict[str, str]) -> Iterator[tuple[str, list[Block]]]:
-    """What a file says of the part that it holds of each tensor."""
+    """The blocks of each tensor that a file's metadata lists, checked against the stored shapes."""
     noted = json.loads(notes["blocks"])
     for name in file.keys():  # noqa: SIM118 (not a dict)
         stored = whole_block(file.get_slice(name).get_shape())
@@ -218,7 +219,7 @@ def _blocks_in(file: Any, notes: dict[str, str]) -> Iterator[tuple[str, list[Blo
 
 
 class HostTensors:
-    """The parts of one process, kept in its main memory; for a model that will be split as it was."""
+    """A copy of this process's parts in main memory, for a model that is rebuilt with the same sharding."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self._tensors = {name: local(tensor).detach().to("cpu", copy=True) for name, tensor in tensors.items()}

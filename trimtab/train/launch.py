@@ -26,9 +26,7 @@ from trimtab.models.parallel.sharded_checkpoint import resolve_path
 from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.plan.hardware import GIB, of_device, shared
-from trimtab.plan.micro_batches import (
-    is_wanted,
-)
+from trimtab.plan.micro_batches import is_wanted
 from trimtab.plan.workload import Work
 from trimtab.train.checkpoint import Checkpoints
 
@@ -37,8 +35,10 @@ Job = TypeVar("Job", bound=TrainedModelOptions)
 
 
 def saved_passes(options: TrainedModelOptions, world: World) -> dict[str, int] | None:
-    """How the run to resume cut its passes: earlier versions, which do not say it, by the number of samples. None:
-    there is none to resume. Every process must ask."""
+    """The micro-batch limits stored in the checkpoint to resume from. All processes must call it.
+
+    {}: an older checkpoint that stores none, which means a limit by samples. None: nothing to resume.
+    """
     if not options.load_checkpoint:
         return None
     found = None
@@ -75,7 +75,7 @@ def load_job_tokenizer(options: TrainedModelOptions) -> PreTrainedTokenizerBase:
 
 
 def check_processes(options: TrainedModelOptions, processes: int, *, learns: bool = True) -> None:
-    """Whether so many processes can hold a model. Launchers start processes without telling the options."""
+    """Raise UserError if the model cannot be split over `processes`, which an outside launcher may have chosen."""
     if options.load_in_4bit and processes > 1:
         raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
     options.mesh_sizes(processes, learns=learns)
@@ -99,7 +99,7 @@ SHOWN = 600  # characters of a sample
 
 
 def with_mask(ids: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text in one line, with what carries loss in double brackets."""
+    """The text in one line, with the tokens that carry loss in double brackets."""
     cuts = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
     text = ""
     for start, end in itertools.pairwise(cuts):
@@ -123,20 +123,20 @@ def samples_with_masks(batch: TokenBatch, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def model_lines(model: PackedModel, options: TrainedModelOptions, device: Device) -> list[str]:
-    """How a skeleton's model will be run: its size, its rows, and how it can be split over processes."""
+    """How a fake model would be run: its size, packed or padded rows, and the ways to split it over processes."""
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     lines = [f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained"]
     verdict = resolve_path(model, options, device)
     packed = verdict.path == "packed"
     lines.append("rows: packed" if packed else f"rows: padded, not packed: {verdict.reason}")
-    sizes = [str(size) for size in range(2, 9) if packed and _can_be_cut(model, size)]
+    sizes = [str(size) for size in range(2, 9) if packed and _supports_tensor_parallel(model, size)]
     tensor = f"--ds_tensor_parallel_size {' or '.join(sizes)}" if sizes else "no --ds_tensor_parallel_size"
     ring = "--ring_attn_size" if packed else "no --ring_attn_size"
     return [*lines, f"over several processes: {tensor}, {ring}"]
 
 
-def _can_be_cut(model: PackedModel, parts: int) -> bool:
+def _supports_tensor_parallel(model: PackedModel, parts: int) -> bool:
     try:
         check_tensor_parallel(model.config, parts, "")
     except UserError:
@@ -145,8 +145,10 @@ def _can_be_cut(model: PackedModel, parts: int) -> bool:
 
 
 def estimate_samples(report: DataReport, most: int, kept: int) -> tuple[int, bool]:
-    """How many samples the whole data give, going by the share of the rehearsed rows that can be used; and whether
-    that is only about right."""
+    """Estimated number of samples of the whole data, from the share of usable rows among those read so far.
+
+    The second value tells whether the number is an estimate (True) or exact.
+    """
     rows = min(report.in_files, most)
     if rows <= report.rows_read:
         return kept, False
@@ -154,7 +156,7 @@ def estimate_samples(report: DataReport, most: int, kept: int) -> tuple[int, boo
 
 
 def memory_line(options: TrainedModelOptions, device: Device, work: Callable[[], Work]) -> str:
-    """What `trimtab plan` says of memory, in a line; where the job does not fit, which flags would make it."""
+    """One line of `trimtab plan`: peak memory and, if the job does not fit, the flags that make it fit."""
     from trimtab.plan.planner import make_plan  # a second of imports
 
     processes = options.processes
@@ -173,7 +175,8 @@ def memory_line(options: TrainedModelOptions, device: Device, work: Callable[[],
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    gc.collect()  # but for what is garbage already
+    """Exclude all objects alive now from garbage collection: scanning imported modules and models costs time."""
+    gc.collect()  # garbage that exists now must not be frozen too
     gc.freeze()
     try:
         yield

@@ -1,7 +1,7 @@
-"""The decision whether torch.compile pays for a run's layers: made once before its first step, kept in checkpoints.
+"""Whether torch.compile pays off for a run's layers: decided once before the first step and stored in checkpoints.
 
-With --compile auto they are where the time that this saves, over all steps of the run, is worth the time that compiling
-takes. What layers cost besides their matrix products grows with tokens, layers and their width alone.
+With --compile auto, layers are compiled where the time saved over all steps exceeds the time to compile. The saving is
+in everything but the matrix products, which is proportional to tokens x layers x hidden size.
 """
 
 import contextlib
@@ -18,31 +18,31 @@ from trimtab.train.optimizer import Optimizer
 from trimtab.train.task import Task
 
 COMPILATION = 15.0
-"""Seconds that compiling a model's layers takes."""
+"""Seconds to compile a model's layers."""
 SAVED = 1.1e-10
-"""Seconds that it saves for every token, layer and number of a hidden state, forward and backward: 220 ms for 65,000
-tokens in 32 layers of 960, on an H200."""
+"""Seconds saved per token, layer and hidden unit, forward and backward: 220 ms for 65,000 tokens in 32 layers of width
+960, on an H200."""
 OF_SCORING = 0.35
-"""Share of it that a pass without a backward pass saves."""
+"""Share of that saving in a forward pass alone."""
 
 
 @dataclass(frozen=True)
 class CompileDecision:
-    """What became of the layers of one model."""
+    """Whether one model's layers are compiled, why not, and the seconds it took."""
 
     compiled: bool
     problem: str = ""
     seconds: float = 0.0
 
     def line(self, name: str) -> str | None:
-        """For people, where there is something to say."""
+        """A line for the log, or None if nothing was tried."""
         if self.problem:
             return f"layers of the {name} are not compiled: {self.problem}"
         return f"layers of the {name} are compiled, in {self.seconds:.0f} s" if self.compiled else None
 
 
 def compile_report(settled: Sequence[CompileDecision], name: str) -> dict[str, Any]:
-    """Of the models of a role, in plain values."""
+    """Summary over the models of a role, as plain values that can be sent to another process."""
     return {
         "compiled": any(found.compiled for found in settled),
         "seconds": sum(found.seconds for found in settled),
@@ -51,7 +51,7 @@ def compile_report(settled: Sequence[CompileDecision], name: str) -> dict[str, A
 
 
 class SupervisedCompilation:
-    """The models of a supervised run. `decided`: by name, whether their layers are compiled; None: not yet."""
+    """Compilation of the models of a supervised run. `decided`: by model, whether it is compiled; None: undecided."""
 
     def __init__(self, options: TrainedModelOptions, device: Device, mesh: Mesh):
         self.options, self.device, self.mesh = options, device, mesh
@@ -59,9 +59,9 @@ class SupervisedCompilation:
         self._seconds = 0.0
 
     def settle(self, model: PackedModel, optimizer: Optimizer, task: Task) -> dict[str, bool]:
-        """Before the first step, also of a resumed run."""
+        """Decide and compile, before the first step of a new or resumed run."""
         tokens = float(task.lengths(task.store).mean()) * self.options.train_batch_size * task.order().steps
-        # With LoRA the model is its own reference.
+        # With LoRA, the model without its adapter is the reference.
         scores: list[AtWork] = [scorer.at_work for scorer in task.scorers.values() if scorer.model is model]
         if task.evaluation_samples or task.scores_model:
             scores.append(contextlib.nullcontext)
@@ -93,7 +93,7 @@ class SupervisedCompilation:
         return settled.compiled
 
     def look(self, model: PackedModel, task: Task) -> bool:
-        """Before a step: whether compiled layers, of any process, had to be given up."""
+        """Before a step: whether compiled layers failed in any process, so that all went back to eager ones."""
         if not self.decided or not any(self.decided.values()):
             return False
         roots = [model, *(scorer.model for scorer in task.scorers.values())]
@@ -107,7 +107,7 @@ class SupervisedCompilation:
         return True
 
     def columns(self) -> dict[str, float]:
-        """For the first row of metrics."""
+        """Columns for the first row of metrics."""
         seconds, self._seconds = self._seconds, 0.0
         return {"seconds_compile": seconds} if seconds else {}
 
@@ -124,10 +124,13 @@ def compile_if_worthwhile(
     scores: Sequence[AtWork],
     gradients: Gradients | None = None,
 ) -> CompileDecision:
-    """Compile the layers of a model, if that is to be. Every process that holds a part of the model must ask.
+    """Compile the layers of a model if the options or the expected saving say so. All processes of the model must call
+    it.
 
-    `learnt`, `scored`: tokens over the whole run; `decided`: what the run did that this one goes on from; `scores`: how
-    the model scores; `gradients`: takes what a backward pass gave, of a model that learns.
+    `learnt`, `scored`: tokens trained and scored over the whole run; `decided`: the decision of the run this one
+    resumes;
+    `scores`: context managers in which the model scores; `gradients`: takes the gradients of a backward pass, for a
+    trained model.
     """
     hindrance = "--compile off" if options.compile == "off" else options.not_compiled
     if decided and hindrance is not None:
@@ -148,7 +151,7 @@ def compile_if_worthwhile(
 
 
 def first_problem(mesh: Mesh, problem: str) -> str:
-    """A problem of any process is one of all."""
+    """The first problem reported by any process, so that all processes decide alike."""
     return next((found for found in mesh.all.gather(problem) if found), "")
 
 

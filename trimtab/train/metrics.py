@@ -25,7 +25,7 @@ from trimtab.progress import RunProgress
 from trimtab.train.alarms import MetricAlarms
 from trimtab.train.run_directory import SpaceWatch
 
-# What two equal runs may differ in.
+# Columns in which two equal runs may differ.
 PHASES = ("rollout", "scoring", "update", "sync", "evaluation")
 CLOCK_FIELDS = ("seconds", "tokens_per_second", "memory_gib", *(f"seconds_{phase}" for phase in PHASES))
 CLOCK_FIELDS += ("rollout_tokens_per_second", "update_tokens_per_second", "seconds_compile")
@@ -33,9 +33,12 @@ CLOCK_FIELDS += ("seconds_environment", "seconds_environment_95")
 
 
 class MetricsFile:
+    """A JSON-lines file with one row a step, flushed after every row."""
+
     def __init__(self, path: Path, *, resume_from: int | None, key: str = "step"):
-        """`resume_from`: the step of the checkpoint a run goes on from; rows after it are removed; `key`: what a row
-        calls its step."""
+        """`resume_from`: the step of the checkpoint to resume from, after which rows are removed; `key`: the column
+        with
+        the step."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._key, self.last = key, -1  # step of the last row
         if resume_from is None:
@@ -45,8 +48,8 @@ class MetricsFile:
         self._file = path.open("a")
 
     def write(self, row: dict) -> dict:
-        """The row as it stands in the file."""
-        # A number that is not finite has no spelling in JSON.
+        """Append a row and return it as written."""
+        # JSON has no NaN and no infinity.
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
@@ -54,7 +57,7 @@ class MetricsFile:
         return row
 
     def close(self) -> None:
-        # Rows are flushed one by one: what fails now is a row whose failure was told, and must not hide it.
+        # Rows are flushed one by one, so a failure here repeats one that `write` has raised, and must not hide it.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -89,7 +92,7 @@ def _row(line: bytes, key: str) -> dict | None:
 
 
 def _keep_until(path: Path, step: int, key: str) -> int:
-    """Take back the rows after a step; the step of the last that is kept, or -1."""
+    """Remove the rows after a step; returns the step of the last remaining row, or -1."""
     last = -1
     with replacing(path) as beside, beside.open("wb") as file:
         for line, row in _lines(path, key):
@@ -100,7 +103,7 @@ def _keep_until(path: Path, step: int, key: str) -> int:
 
 
 def _set_aside(path: Path) -> None:
-    """A new run in an old run's folder: the old curve is kept under a number."""
+    """Rename the metrics of an earlier run in the same folder to the next free number."""
     if not path.exists() or path.stat().st_size == 0:
         return
     number = 1
@@ -117,7 +120,7 @@ class TensorBoardLog:
 
     def write(self, row: dict) -> None:
         for curve, value in _curves(row).items():
-            self._writer.add_scalar(curve, value, row["step"])  # VisualDL's takes the same three
+            self._writer.add_scalar(curve, value, row["step"])  # VisualDL's writer has the same signature
         self._writer.flush()
 
     def close(self) -> None:
@@ -129,25 +132,25 @@ class VisualDLLog(TensorBoardLog):
         from visualdl import LogWriter
 
         self._writer = LogWriter(logdir=str(folder))
-        # Of the records in a folder VisualDL shows the newest alone, so that one must tell the whole run.
+        # VisualDL shows only the newest record of a folder, so it must contain the whole run.
         for row in earlier:
             self.write(row)
 
 
 class WandbLog:
     def __init__(self, options: LoggingOptions, config: dict, folder: Path):
-        """wandb's own files go into `folder`; without a network it writes there for a later `wandb sync`."""
+        """`folder`: for wandb's files; without a network they wait there for a later `wandb sync`."""
         import wandb
 
         key = options.use_wandb if options.use_wandb not in ("True", "offline", "online") else None
-        # Nothing but metrics: no copy of the console or the code, and no waiting for ever at either end.
+        # Only metrics: no copy of the console or the code. Timeouts keep a dead network from blocking start and end.
         settings = wandb.Settings(
             silent=True, console="off", disable_code=True, init_timeout=30, login_timeout=30, finish_timeout=120
         )
         if options.wandb_http_proxy:
             settings.http_proxy = settings.https_proxy = options.wandb_http_proxy
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # wandb's reports about itself
-        ambient = wandb.setup(wandb.Settings(silent=True)).settings  # the environment's and wandb's own files
+        ambient = wandb.setup(wandb.Settings(silent=True)).settings  # from the environment and wandb's settings files
         mode: Any = ambient.mode
         server = ambient.base_url
         if options.use_wandb in ("offline", "online"):
@@ -181,7 +184,7 @@ class WandbLog:
 
 class TrackioLog:
     def __init__(self, options: LoggingOptions, config: dict, earlier: Sequence[dict]):
-        """Rows go into trackio's own folder on this machine, or to a server of trackio's."""
+        """Log to trackio's folder on this machine, or to a trackio server."""
         import trackio
 
         self._trackio, server = trackio, options.use_trackio if options.use_trackio != "True" else None
@@ -198,7 +201,7 @@ class TrackioLog:
         if server is None:
             print(f"trackio: look at the run with: trackio show --project {options.trackio_project}")
         self._answers: dict[str, list] = {}
-        # A resumed run is another one there, so that it must be told whole.
+        # trackio starts a new run on resume, so the earlier rows are logged again.
         for row in earlier:
             self.write(row)
 
@@ -207,7 +210,7 @@ class TrackioLog:
         self._answers = {}
 
     def show(self, answers: Sequence[dict]) -> None:
-        """The best and the worst answers of the iteration whose row comes next, as conversations with their rewards."""
+        """Queue the best and worst answers of an iteration, as conversations with rewards, for the next row."""
         for kind in ("best", "worst"):
             if chosen := [answer for answer in answers if answer.get("kept") == kind]:
                 traces = [self._trackio.Trace(messages=_messages(row), metadata=_facts(row)) for row in chosen]
@@ -215,11 +218,11 @@ class TrackioLog:
 
     def close(self) -> None:
         with _quietly():
-            self._trackio.finish()  # not the run's own: that would be called again at the process's end
+            self._trackio.finish()  # not self._run.finish(), which trackio would call again at exit
 
 
 def _quietly() -> contextlib.redirect_stdout:
-    """Inside, a library's own greetings are not heard."""
+    """Suppress a library's banners on standard output."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
@@ -239,7 +242,7 @@ AnyLog = TensorBoardLog | WandbLog | TrackioLog
 
 
 class GuardedLogger:
-    """Another reader of the rows. Its failure is told once; training goes on and metrics.jsonl has it all."""
+    """An optional logger that must not stop training: after its first failure it warns once and is switched off."""
 
     def __init__(self, name: str, make: Callable[[], AnyLog]):
         self._name = name
@@ -251,7 +254,7 @@ class GuardedLogger:
             self._attempt(lambda: log.write(row))
 
     def show(self, answers: Sequence[dict]) -> None:
-        """Answers of the step whose row comes next, for loggers that have a place for them."""
+        """Log answers of the step whose row comes next, if the logger supports them."""
         if isinstance(log := self._log, TrackioLog):
             self._attempt(lambda: log.show(answers))
 
@@ -269,7 +272,7 @@ class GuardedLogger:
 
 
 def _curves(row: dict) -> dict[str, float]:
-    """The numbers of a row under the names that boards group by."""
+    """The finite numbers of a row, under the train/ and eval/ prefixes by which dashboards group charts."""
     return {
         f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
         for name, value in row.items()
@@ -278,7 +281,7 @@ def _curves(row: dict) -> dict[str, float]:
 
 
 def open_logs(options: LoggingOptions, config: dict, folder: Path, earlier: Sequence[dict] = ()) -> list[GuardedLogger]:
-    """`earlier`: the rows of a resumed run up to where it goes on."""
+    """The loggers that the options ask for; `earlier`: the rows of a resumed run up to its checkpoint."""
     logs = []
     if options.use_wandb:
         logs.append(GuardedLogger("wandb", lambda: WandbLog(options, config, folder)))
@@ -292,7 +295,7 @@ def open_logs(options: LoggingOptions, config: dict, folder: Path, earlier: Sequ
     return logs
 
 
-# ---- a function that hears every row, given in Python
+# ---- a Python callback for every row
 
 
 Listener = Callable[[dict[str, Any]], object]
@@ -302,7 +305,7 @@ _listener: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("lis
 
 @contextlib.contextmanager
 def row_listener(listener: Listener | None) -> Iterator[None]:
-    """Inside, runs of this process tell it every row."""
+    """Call `listener` with every row that runs in this context write."""
     before = _listener.set(listener)
     try:
         yield
@@ -311,18 +314,20 @@ def row_listener(listener: Listener | None) -> Iterator[None]:
 
 
 def notify_listener(row: dict[str, Any]) -> None:
-    """What the listener raises is its author's, and passes through."""
+    """Pass a row to the listener, if there is one. Its exceptions propagate to the caller."""
     if (listener := _listener.get()) is not None:
         listener(dict(row))
 
 
-# ---- everything that a run logs
+# ---- the log of a run
 
 
 FIGURE = re.compile(r"-?\d[\d.,]*(e[-+]?\d+)?")
 
 
 class RunLog:
+    """Writes a run's rows to metrics.jsonl and all loggers, raises alarms and moves the progress bar."""
+
     def __init__(
         self,
         options: LoggingOptions,
@@ -336,47 +341,47 @@ class RunLog:
         space: SpaceWatch,
         shown: Callable[[dict], dict[str, str]] | None = None,
     ):
-        """`start`: the step the run begins after, -1: before what is measured at the start; `resumed`: its earlier rows
-        are kept; `shown`: what the progress bar tells of a row."""
+        """`start`: the last step already done, -1 if an evaluation before the first step is to be logged; `resumed`:
+        earlier rows are kept; `shown`: the figures of a row for the progress bar."""
         self.total, self.every = total, max(1, options.logging_steps)
         self._shown = shown or supervised_figures
-        self._watch, self._told = MetricAlarms(), set[str]()
+        self._alarms, self._shown_alarms = MetricAlarms(), set[str]()
         self._cannot_write = f"--save_path {folder}: cannot write there"
         with writing(self._cannot_write):
             self._metrics = MetricsFile(folder / "metrics.jsonl", resume_from=start if resumed else None)
             earlier = read_rows(folder / "metrics.jsonl")
         for row in earlier:
-            self._watch.see(row)
-        self._logs = open_logs(options, manifest, folder, list(filter(self._is_told, earlier)))
+            self._alarms.see(row)
+        self._logs = open_logs(options, manifest, folder, list(filter(self._is_logged_step, earlier)))
         self._progress = RunProgress(verb, total, max(0, start), every=self.every)
         self._space = space
-        self._tell_of_space()
+        self._warn_about_space()
 
     def write(self, row: dict) -> None:
-        if alarms := [*row.get("alarms", []), *self._watch.see(row)]:
+        if alarms := [*row.get("alarms", []), *self._alarms.see(row)]:
             row["alarms"] = alarms
         with writing(self._cannot_write):
             written = self._metrics.write(row)
-        if self._is_told(row):
+        if self._is_logged_step(row):
             for log in self._logs:
                 log.write(row)
         self._progress.advance(row["step"], self._shown(row))
         for alarm in alarms:
-            if (kind := _kind(alarm)) not in self._told:  # when it begins, not in every step
-                self._told.add(kind)
+            if (kind := _kind(alarm)) not in self._shown_alarms:  # shown once, not in every step
+                self._shown_alarms.add(kind)
                 self._progress.say(f"step {row['step']}: {alarm}")
-        self._tell_of_space()
+        self._warn_about_space()
         notify_listener(written)
 
     def show(self, answers: list[dict]) -> None:
-        """Answers of the step whose row comes next, for loggers that have a place for them."""
+        """Log answers of the step whose row comes next, in loggers that support them."""
         for log in self._logs:
             log.show(answers)
 
-    def _is_told(self, row: dict) -> bool:
+    def _is_logged_step(self, row: dict) -> bool:
         return row["step"] % self.every == 0 or row["step"] == self.total
 
-    def _tell_of_space(self) -> None:
+    def _warn_about_space(self) -> None:
         if warning := self._space.warning():
             self._progress.say(warning)
 
@@ -388,7 +393,7 @@ class RunLog:
 
 
 def _kind(alarm: str) -> str:
-    """The same alarm with other figures is the same alarm."""
+    """An alarm's text with its numbers replaced: alarms that differ only in numbers are the same alarm."""
     return FIGURE.sub("0", alarm)
 
 

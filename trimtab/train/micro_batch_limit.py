@@ -1,11 +1,11 @@
-"""When a micro-batch does not fit into memory: begin the step again in smaller ones.
+"""Recovery from out-of-memory: repeat the step with smaller micro-batches.
 
-How a step is cut into micro-batches changes nothing but rounding, so a run that meets a step too large for the device
-continues with smaller ones. What it has learnt about its device is a `MicroBatchLimit`, which lies in its checkpoints:
-a resumed run cuts its steps as the run before it did.
+The micro-batch size changes results by rounding only, so a run that meets a step too large for the device continues
+with smaller ones. The size found is a `MicroBatchLimit`, which checkpoints store: a resumed run uses the same
+micro-batches as the run before it.
 
-In several processes, one that runs out of memory leaves the others in the middle of a collective. All abort it, keep
-their parts of what was learnt in main memory, build their split models again and continue.
+With several processes, one that runs out of memory leaves the others in the middle of a collective. All abort it, copy
+their parts of the optimizer state to main memory, rebuild their sharded models and continue.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,16 +25,16 @@ FLAGS = "--gradient_checkpointing, --bf16, --lora_rank or --adam_offload needs l
 
 
 class RebuildModels(Exception):
-    """Several processes have found their passes too large: what they made together must be made again."""
+    """Micro-batches of several processes were too large: process groups and sharded models must be rebuilt."""
 
 
 class InsufficientMemory(RunFailed):
-    """Memory is short where no smaller pass would help. What the run holds is whole and can be saved."""
+    """Out of memory where smaller micro-batches would not help. The run's state is intact and can be saved."""
 
 
 @dataclass
 class MicroBatchLimit:
-    """The most that one pass may hold; None: what the options say."""
+    """Upper bounds on one micro-batch found by running out of memory; None: the options' values apply."""
 
     tokens: int | None = None
     samples: int | None = None
@@ -46,7 +46,7 @@ class MicroBatchLimit:
         return count if self.samples is None else min(count, self.samples)
 
     def halve(self, passes: Sequence[tuple[int, int]], *, by_tokens: bool) -> bool:
-        """Half of the largest of the passes (tokens, samples) that did not fit. False: all have a single sample."""
+        """Set the limit to half of the largest micro-batch (tokens, samples). False: none has more than one sample."""
         if not (divisible := [(tokens, samples) for tokens, samples in passes if samples > 1]):
             return False
         tokens, samples = (max(column) for column in zip(*divisible))
@@ -61,22 +61,22 @@ class MicroBatchLimit:
         return " and ".join(parts)
 
     def columns(self) -> dict[str, int]:
-        """For the row of metrics of a step."""
+        """Columns for the step's row of metrics."""
         return {f"pass_{name}": value for name, value in vars(self).items() if value is not None}
 
 
 def retry_smaller(attempt: Callable[[], Result], shrink: Callable[[str], None]) -> Result:
-    """What `attempt` gives; each time it runs out of memory, `shrink` is told why and it is made again."""
+    """Call `attempt` until it succeeds; each time it runs out of memory, call `shrink` with the reason first."""
     while True:
         try:
             return attempt()
         except OutOfMemory as error:
             why = str(error)
-        shrink(why)  # outside, where nothing holds the attempt's tensors any more
+        shrink(why)  # outside of `except`, where the traceback no longer keeps the attempt's tensors alive
 
 
 def undo_step(optimizer: Optimizer) -> Callable[[], None]:
-    """What undoes a step from here on: forget its gradients and its random numbers."""
+    """A function that undoes the step begun now: it clears the gradients and restores the random state."""
     random_before = random_state()
 
     def undo() -> None:
@@ -88,8 +88,8 @@ def undo_step(optimizer: Optimizer) -> Callable[[], None]:
 
 @contextmanager
 def memory_guard(undo: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A lack of memory inside, in this process or in one that it works with, becomes OutOfMemory in all of them, after
-    `undo` has taken back what was begun."""
+    """Turn out-of-memory inside, in this process or in a peer, into OutOfMemory in all of them, after calling
+    `undo`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

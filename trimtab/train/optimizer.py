@@ -1,7 +1,7 @@
 """AdamW with fp32 master weights: schedule, clipping, offload, and a running average of the weights.
 
-The model's parameters are the working weights that training and sampling read. When they are bf16, this class keeps
-fp32 masters and fp32 gradient accumulators of its own and writes the result back in place; an update of 1e-6 would
+The model's parameters are the working weights that training and sampling read. When they are bf16, the optimizer keeps
+fp32 master weights and fp32 gradient accumulators and writes the result back in place, because an update of 1e-6 would
 vanish in a bf16 parameter. When they are fp32 already, master and parameter are the same tensor.
 """
 
@@ -23,7 +23,7 @@ from trimtab.train.checkpoint_files import HostTensors, ShardedTensors
 @dataclass
 class OptimizerStep:
     grad_norm: float
-    applied: bool  # False: the gradient was not finite and nothing moved
+    applied: bool  # False: the gradient was not finite and no weight changed
 
 
 class Optimizer:
@@ -44,7 +44,7 @@ class Optimizer:
         self.max_norm = options.max_norm
         self.learning_rate = learning_rate
         self.accumulated: dict[str, Tensor] = {}
-        self._away: list[tuple[Tensor, torch.device]] = []  # what sleeps, and where it belongs
+        self._away: list[tuple[Tensor, torch.device]] = []  # offloaded tensors and their devices
         for name, parameter in self.working.items():
             # A sharded model sums its gradients itself, in this dtype.
             if parameter.dtype != gradient_dtype and not isinstance(parameter, DTensor):
@@ -61,7 +61,7 @@ class Optimizer:
             self.schedule(options, total_steps)
 
     def schedule(self, options: UpdateOptions, total_steps: int) -> None:
-        """How the learning rate goes over so many steps."""
+        """Set the learning-rate schedule over `total_steps`."""
         self.factor = schedule(options, total_steps, self.adam)
 
     def rate(self, step: int) -> float:
@@ -69,12 +69,13 @@ class Optimizer:
         return self.learning_rate * self.factor(step)
 
     def step(self, step: int, *, finite: bool = True) -> OptimizerStep:
-        """Clip, apply and clear the gradients gathered since the last call, at the rate of this step. Not `finite`: the
-        loss was not, and nothing is applied."""
+        """Clip, apply and clear the accumulated gradients at the learning rate of this step. `finite` False: the loss
+        was
+        not finite, so the gradients are dropped."""
         return self.apply(self.rate(step), finite=finite)
 
     def apply(self, learning_rate: float, *, divisor: float = 1.0, finite: bool = True) -> OptimizerStep:
-        """The same at a rate that no schedule has to know; `divisor`: what gradients of sums are divided by first."""
+        """Like `step`, at an explicit learning rate; `divisor`: the gradients are divided by it first."""
         if not finite:
             self.clear_gradients()
             return OptimizerStep(math.nan, applied=False)
@@ -96,12 +97,12 @@ class Optimizer:
         return OptimizerStep(grad_norm, applied)
 
     def gradients(self) -> dict[str, Tensor]:
-        """What was added up since the last step, by parameter name."""
+        """Gradients accumulated since the last step, by parameter name."""
         found = {name: self.accumulated.get(name, parameter.grad) for name, parameter in self.working.items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def restore_gradients(self, gradients: dict[str, Tensor]) -> None:
-        """Go on adding up where these were."""
+        """Continue the accumulation from these gradients."""
         for name, gradient in gradients.items():
             parameter = self.working[name]
             own = gradient.to(parameter.device)
@@ -111,7 +112,7 @@ class Optimizer:
                 self.accumulated[name] = own
 
     def take_gradients(self) -> list[Tensor]:
-        """The same, which is forgotten."""
+        """Return the accumulated gradients and clear them."""
         found = list(self.gradients().values())
         self.clear_gradients()
         return found
@@ -123,7 +124,7 @@ class Optimizer:
                 tensor.grad = None
 
     def sleep(self) -> None:
-        """Adam's moments, and masters that are not the model's own weights, go to main memory until `wake`."""
+        """Offload Adam's moments and separate master weights to main memory until `wake`."""
         assert not self._away, "it sleeps already"
         for name, master in self.masters.items():
             found = [value for value in self.adam.state.get(master, {}).values() if value.ndim]
@@ -133,7 +134,7 @@ class Optimizer:
         self._move([(tensor, torch.device("cpu")) for tensor, _ in self._away])
 
     def wake(self) -> None:
-        """Everything back to where it was."""
+        """Move the offloaded tensors back to their devices."""
         self._move(self._away)
         self._away = []
 
@@ -147,7 +148,7 @@ class Optimizer:
                     tensor.data = tensor.data.to(device)
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor needed to go on: fp32 weights and Adam's moments, by parameter name."""
+        """The tensors of a checkpoint: fp32 weights and Adam's moments, by parameter name."""
         tensors = {}
         for name, master in self.masters.items():
             tensors[f"weight/{name}"] = master.detach()
@@ -164,14 +165,14 @@ class Optimizer:
                 moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
                 for key, moment in moments.items():
                     saved.read_into(f"{key}/{name}", moment)
-                # A fused kernel wants its step counter beside the weights, the plain one on the host.
+                # Fused Adam needs its step counter on the weights' device, the plain one on the host.
                 fused = self.adam.param_groups[0]["fused"]
                 counter = saved.whole(f"step/{name}")
                 self.adam.state[master] = moments | {"step": counter.to(master.device) if fused else counter}
         self._write_back()
 
     def _groups(self, weight_decay: float) -> list[dict]:
-        """Biases and norms (vectors) are not decayed."""
+        """Adam's parameter groups: no weight decay for vectors (biases and norms)."""
         decayed = [m for m in self.masters.values() if m.ndim >= 2]
         others = [m for m in self.masters.values() if m.ndim < 2]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -189,7 +190,7 @@ class Optimizer:
 
 
 def total_norm(gradients: list[Tensor]) -> float:
-    """Norm of all gradients together, over all the parts they are split into. Every process must ask."""
+    """Global norm of all gradients, over all shards. All processes must call it."""
     if not gradients:
         return 0.0
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
@@ -203,7 +204,7 @@ def total_norm(gradients: list[Tensor]) -> float:
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Of the parts that this process holds."""
+    """Sum of squares over this process's shards."""
     norms = torch.stack([local(g).norm() if local(g).numel() else local(g).new_zeros(()) for g in gradients])
     return norms.square().sum()
 
@@ -216,7 +217,7 @@ def _master(parameter: Tensor, offload: bool) -> Tensor:
 
 
 def warmup_steps(options: UpdateOptions, total_steps: int) -> int:
-    """Steps in which the learning rate rises: none where the run has fewer than 1 / lr_warmup_ratio."""
+    """Number of warm-up steps: none if the run has fewer than 1 / lr_warmup_ratio steps."""
     steps = total_steps * options.lr_warmup_ratio
     return math.ceil(steps) if steps >= 1 and options.lr_scheduler != "constant" else 0
 
@@ -243,6 +244,8 @@ def schedule(options: UpdateOptions, total_steps: int, adam: torch.optim.Optimiz
 
 
 class WeightAverage:
+    """Exponential moving average of the master weights."""
+
     def __init__(self, optimizer: Optimizer, decay: float):
         self.optimizer, self.decay = optimizer, decay
         self.averages = {name: master.detach().clone() for name, master in optimizer.masters.items()}
@@ -262,7 +265,7 @@ class WeightAverage:
     @contextlib.contextmanager
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
-        """Inside, the model's weights are the averages."""
+        """Replace the model's weights by the averages inside the context."""
         working = self.optimizer.working
         kept = {name: parameter.detach().clone() for name, parameter in working.items()}
         for name, parameter in working.items():

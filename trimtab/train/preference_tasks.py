@@ -1,7 +1,7 @@
-"""DPO (with cDPO, IPO, SimPO, ORPO) and KTO as tasks of the supervised loop, and the reference they compare with.
+"""DPO (with cDPO, IPO, SimPO, ORPO) and KTO as tasks of the supervised loop, and their reference model.
 
-The reference gives log-probs of whole answers, without gradient: in every step, or once for all of them, on disk
-(--precompute_ref_log_probs).
+The reference scores whole answers without gradient: in every step, or once before training with the results cached on
+disk (--precompute_ref_log_probs).
 """
 
 import hashlib
@@ -29,12 +29,12 @@ from trimtab.train.update import LossTerm, Totals, counts_by_sequence, sums_by_s
 
 
 class ReferenceTask(Task):
-    """A task whose answers are compared with a reference's log-probs of them."""
+    """A task whose loss compares the model's log-probs of answers with a reference model's."""
 
     options: DPOOptions | KTOOptions
 
     def check_model(self, model: Policy) -> None:
-        """Refuse a --ref_pretrain to which the data's token ids mean something else."""
+        """Refuse a --ref_pretrain whose tokenizer maps the data's token ids to other tokens."""
         super().check_model(model)
         name = self.options.ref_pretrain
         if name is None:
@@ -54,12 +54,12 @@ class ReferenceTask(Task):
 
 
 def precomputed(reference: FrozenScorer, task: Task, store: Any) -> np.ndarray:
-    """Reference log-probs of every sample of a store [samples, sequences a sample], from disk if they are there."""
+    """Reference log-probs of every sample of a store, [samples, sequences per sample], from the cache if present."""
     how = f"{reference.precision}/{reference.model.path}/{reference.device.torch.type}"
     key = f"{reference.weights}/{store.fingerprint}/{how}"
     name = f"reference-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
     cached = token_cache.load(name)
-    if not task.mesh.all.any(cached is None):  # who shares a row, or a model, cannot score alone
+    if not task.mesh.all.any(cached is None):  # processes that share rows or a model must score together
         assert cached is not None
         return cached[0]["log_probs"]
     found: dict[int, np.ndarray] = {}
@@ -152,7 +152,7 @@ class DPOTask(ReferenceTask, PairTask):
 
 
 class KTOTask(ReferenceTask):
-    """Every batch carries its answers and, besides, the mismatched pairs that the step's KL is estimated from."""
+    """KTO: each batch holds its answers, and the mismatched pairs from which the step's KL is estimated."""
 
     options: KTOOptions
     verb = "kto"

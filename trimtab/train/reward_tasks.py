@@ -19,7 +19,7 @@ from trimtab.models.reward import REWARDS, RewardModel
 from trimtab.train.task import PairTask, Task
 from trimtab.train.update import LossTerm, Totals
 
-MANY_PAIRS = 2000  # enough to know the mean and spread of rewards when there is no evaluation set
+MANY_PAIRS = 2000  # for the mean and spread of rewards when there is no evaluation set
 
 
 class RMTask(PairTask):
@@ -52,7 +52,7 @@ class RMTask(PairTask):
         return self.share(loss, figures, out, model, batch, totals)
 
     def finish(self, model: RewardModel, folder: Path) -> None:
-        """Store what makes rewards comparable between models: their mean and spread over the evaluation pairs."""
+        """Store the mean and spread of rewards over the evaluation pairs, so that reward models can be compared."""
         evaluation = self.evaluation is not None
         store = self.evaluation if evaluation else self.store
         samples = list(range(len(store) if evaluation else min(len(store), MANY_PAIRS)))
@@ -69,7 +69,7 @@ class RMTask(PairTask):
         }
         for name, value in facts.items():
             setattr(model.config, name, value)
-        # An adapter's folder has no config.json of the model, so the facts are here too.
+        # An adapter's folder has no config.json, so the same facts are stored here.
         source = "evaluation" if evaluation else "training"
         if self.mesh.is_rank_zero:
             write_json(folder / REWARDS, {**facts, "source": source, "chosen_rejected": pairs.tolist()})
@@ -112,7 +112,7 @@ class PRMTask(Task):
         return self.share(loss, figures, out, model, batch, totals)
 
     def choices(self, model: Policy) -> list[int]:
-        """Token ids the prediction is taken among: the reward tokens, or the model's whole vocabulary."""
+        """Token ids that the prediction chooses from: the reward tokens, or the whole vocabulary."""
         if self.options.reward_tokens:
             return reward_token_ids(self.options.reward_tokens, self.tokenizer)
         return list(range(model.head.out_features))

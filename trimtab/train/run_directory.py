@@ -1,4 +1,4 @@
-"""A run's directory: its manifest, room on its disk, finished runs that make way, its lock and its marks."""
+"""The run directory: manifest, free disk space, setting aside finished runs, lock, and the unfinished mark."""
 
 import dataclasses
 import hashlib
@@ -38,7 +38,7 @@ from trimtab.train.checkpoint import Checkpoints
 
 
 def names_fingerprint(tensors: dict[str, Tensor]) -> str:
-    """Hash of which tensors there are: names and shapes."""
+    """Hash of the tensors' names and shapes."""
     listing = "\n".join(f"{name} {tuple(t.shape)}" for name, t in sorted(tensors.items()))
     return hashlib.blake2b(listing.encode(), digest_size=16).hexdigest()
 
@@ -72,8 +72,8 @@ def make_manifest(
     }
 
 
-# Options that say where, when and how fast, and those whose effect has a fingerprint of its own. All others change
-# what is learnt.
+# Options that decide only where, when and how fast, and options whose effect has its own fingerprint. All others change
+# the results.
 WITHOUT_EFFECT = {
     field.name
     for group in (CheckpointOptions, LoggingOptions, ShardingOptions, RowOptions, DataOptions, RunOptions)
@@ -86,16 +86,17 @@ WITHOUT_EFFECT |= {"use_dynamic_batch", "fit_memory", "ray", "max_restarts", "re
 WITHOUT_EFFECT |= {"ref_offload", "teacher_offload", "precompute_ref_log_probs", "report_samples", "pretrain"}
 
 MEANING = ("lora_alpha", "proposal", "proposal_lora_rank")
-"""Without these the numbers in a checkpoint cannot be read."""
+"""Options without which the tensors of a checkpoint cannot be interpreted."""
 
 
 def learning_settings(options: TrainedModelOptions) -> dict[str, Any]:
-    """The options that change what is learnt, as plain values."""
+    """The options that change the results, as plain values."""
     return {name: value for name, value in to_dict(options).items() if name not in WITHOUT_EFFECT}
 
 
 def compare_manifests(saved: dict, current: dict, checkpoint: Path) -> list[str]:
-    """Refuse what cannot be continued; return a line for each thing that only costs bit-for-bit equality."""
+    """Raise UserError if the checkpoint cannot be continued; return a warning for each change that only costs
+    bit-for-bit equality."""
     named = {
         "job": "was written by another job",
         "initial_weights": "belongs to another model (its initial weights differ from --pretrain's)",
@@ -127,29 +128,31 @@ def compare_manifests(saved: dict, current: dict, checkpoint: Path) -> list[str]
     return lines
 
 
-# ---- room on the disk
+# ---- disk space
 
 
-BESIDE = 16 * 2**20  # tokenizer, descriptions, metrics
-EVERY = 30.0  # seconds between two looks
+SMALL_FILES = 16 * 2**20  # tokenizer, descriptions, metrics
+EVERY = 30.0  # seconds between two checks
 
 
 class SpaceWatch:
+    """Warns when the disk has too little space for the final model and the next checkpoint."""
+
     def __init__(self, options: CheckpointOptions, *, model: int, checkpoint: int):
-        """Bytes of the model that is written at the end, and of a checkpoint; both are written beside what is there."""
-        self._needs = [("save_path", Path(options.save_path), "the model at the end", model + BESIDE)]
+        """`model`, `checkpoint`: their sizes in bytes; both are written before older ones are removed."""
+        self._needs = [("save_path", Path(options.save_path), "the model at the end", model + SMALL_FILES)]
         if options.save_steps > 0 and not options.disable_ds_ckpt:
             self._needs.append(("ckpt_path", Path(options.checkpoint_folder), "the next checkpoint", checkpoint))
         self._last = -EVERY
-        self._told = False
+        self._warned = False
 
     def warning(self) -> str | None:
-        """A line when room begins to be short; looks now and then only."""
+        """A warning when space becomes short, once until there is enough again; checks the disk every EVERY seconds."""
         if time.monotonic() - self._last < EVERY:
             return None
         self._last = time.monotonic()
         short = self._shortage()
-        new, self._told = short is not None and not self._told, short is not None
+        new, self._warned = short is not None and not self._warned, short is not None
         return short if new else None
 
     def _shortage(self) -> str | None:
@@ -168,7 +171,7 @@ class SpaceWatch:
 
 
 def adam_bytes(parameters: int, *, averaged: int = 0) -> int:
-    """Of a checkpoint: weights and two moments in fp32, and an average of some of the weights."""
+    """Size of a checkpoint: weights and two moments in fp32, and the average of `averaged` parameters."""
     return 12 * parameters + 4 * averaged
 
 
@@ -180,7 +183,7 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-# ---- runs that were there before
+# ---- earlier runs in the same folder
 
 
 MODEL_FILES = ("config.json", "adapter_config.json")
@@ -188,16 +191,16 @@ READ = (
     *("pretrain", "ref_pretrain", "teacher_model", "critic_pretrain", "reward_pretrain", "dataset", "prompt_data"),
     *("eval_dataset", "pretrain_data", "heldout_prompt_data", "reward_func", "replay", "agent_func_path"),
 )
-"""Options whose places are read; a run must not set aside what it reads."""
+"""Options that name inputs; a run must not set aside a folder that it reads from."""
 
 
 def set_aside_finished_run(options: CheckpointOptions, say: Callable[[str], None]) -> None:
-    """Set a finished run in the folder aside, or with --overwrite remove what would mix with the new one."""
+    """Rename a finished run in the folder, or with --overwrite remove its checkpoints."""
     folder = Path(os.path.normpath(Path(options.save_path).expanduser()))
     if not is_finished(folder):
         return
     if options.load_checkpoint and Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).has_sign():
-        return  # the run goes on, or is refused
+        return  # the run is resumed, or refused later
     if options.overwrite:
         remove(Path(checkpoints_in(str(folder))))
         return
@@ -219,18 +222,20 @@ def set_aside_finished_run(options: CheckpointOptions, say: Callable[[str], None
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a run ended well there: it left its description and a whole model."""
+    """Whether the folder has a completed run: a manifest, a model, and no unfinished mark."""
     described = (folder / "manifest.json").is_file() and not is_unfinished(folder)
     return described and any((folder / name).is_file() for name in MODEL_FILES)
 
 
-# ---- the directory while the run works
+# ---- the directory of a running job
 
 
-MODELS = ("critic", "proposal")  # folders of other models inside
+MODELS = ("critic", "proposal")  # subfolders with other models
 
 
 class RunDirectory:
+    """Locks, describes and marks the folder of a run."""
+
     def __init__(self, options: TrainedModelOptions, manifest: dict, world: World | None = None):
         self.options, self.manifest = options, manifest
         self.path = Path(options.save_path)
@@ -238,7 +243,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """For this run alone. One process locks for all, and all are told if it cannot."""
+        """Lock the folders for this run. Rank 0 locks for all processes, and all raise if it cannot."""
         with ExitStack() as locks:
             problem = None
             if self.world.is_rank_zero:
@@ -249,12 +254,13 @@ class RunDirectory:
                             locks.enter_context(locked(flag, folder))
                 except UserError as error:
                     problem = str(error)
-            if told := next((found for found in self.world.gather(problem) if found), None):
-                raise UserError(told)
+            if failure := next((found for found in self.world.gather(problem) if found), None):
+                raise UserError(failure)
             yield
 
     def describe(self) -> None:
-        """From here on the folder is this run's, and whatever model is in it an earlier one's."""
+        """Write options and manifest, and mark the folder unfinished: a model in it is an earlier run's until
+        `finish`."""
         with writing(f"--save_path {self.path}: cannot write there"):
             for folder in (self.path, *(self.path / name for name in MODELS)):
                 remove_leftovers(folder)

@@ -52,13 +52,14 @@ class KDTask(SFTTask):
         for root in (loaded.model, self.teacher.model):
             if root.path == "logits":
                 raise UserError(f"{type(root.inner).__name__} has an LM head we cannot read; distil another model")
-        # Its logits are taken chunk by chunk beside the student's, outside of the pass that gathers a split teacher.
+        # The loss computes the teacher's logits in chunks together with the student's, outside of the forward pass that
+        # gathers a sharded teacher. So a sharded teacher needs a gathered copy of its head.
         model = self.teacher.model
         self.head = whole_head(model, device.torch) if self.teacher.is_split else model.head
         self.divergence = divergence(options.kd_loss, options.jsd_beta)
 
     def check_model(self, model: Policy) -> None:
-        """Distributions can be compared only over the same tokens."""
+        """Refuse a teacher with another vocabulary: distributions are compared token by token."""
         super().check_model(model)
         name = self.options.teacher_model
         theirs = load_tokenizer(name, disable_fast=self.options.disable_fast_tokenizer, flag="--teacher_model")
@@ -85,7 +86,7 @@ class KDTask(SFTTask):
 
 
 def whole_head(policy: Policy, device: torch.device) -> nn.Module:
-    """A split policy's head, gathered, as a module that nobody has cut."""
+    """A gathered copy of a sharded policy's head, without FSDP hooks."""
     head = copy.copy(policy.head)
     for hooks in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
         setattr(head, hooks, OrderedDict())

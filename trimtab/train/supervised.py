@@ -1,9 +1,9 @@
-"""The supervised loop: one for every job that learns from a fixed set of examples.
+"""The supervised loop, shared by all jobs that train on a fixed dataset.
 
-    for every step: take its samples, cut them into micro-batches, add up gradients, step, log, evaluate, save
+    for every step: take its samples, split them into micro-batches, accumulate gradients, step, log, evaluate, save
 
-A step's samples, learning rate and random state follow from its number and the last checkpoint alone, so a run that
-was killed and resumed is the run that was not. Which loss is learnt is the task's business (see task.py).
+A step's samples, learning rate and random state depend only on its number and the last checkpoint, so a run that was
+killed and resumed equals an uninterrupted one. The task defines the loss (task.py).
 """
 
 import dataclasses
@@ -88,12 +88,12 @@ from trimtab.train.task import Task
 from trimtab.train.update import Totals, accumulate
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
-NO_ROOM = 256  # among the numbers of signals: a process could not write
+NO_ROOM = 256  # a value outside the signal numbers: a process could not write
 
 
 @dataclass
 class SupervisedCounters:
-    """What the loop remembers besides weights; saved with every checkpoint."""
+    """The loop's state besides weights; saved in every checkpoint."""
 
     step: int = 0
     skipped_steps: int = 0
@@ -107,16 +107,18 @@ class SupervisedCounters:
 
 @dataclass
 class SupervisedRun:
+    """One supervised run in this process: the loop, evaluation, checkpoints and recovery from out-of-memory."""
+
     options: SupervisedOptions
     task: Task
     model: PackedModel
     tokenizer: PreTrainedTokenizerBase
     device: Device
-    weights: str  # fingerprint of the model as it was loaded
-    mesh: Mesh = field(default_factory=Mesh)  # of all processes of the run
+    weights: str  # fingerprint of the initial weights
+    mesh: Mesh = field(default_factory=Mesh)  # all processes of the run
     counters: SupervisedCounters = field(default_factory=SupervisedCounters)
-    described: dict[str, Any] = field(default_factory=dict)  # what else the manifest says
-    pending: dict | None = None  # the row of a step that is done but for its evaluation
+    described: dict[str, Any] = field(default_factory=dict)  # further entries of the manifest
+    pending: dict | None = None  # row of a step that is done except for its evaluation
 
     def __post_init__(self):
         options, task = self.options, self.task
@@ -164,7 +166,7 @@ class SupervisedRun:
     # ---- the loop
 
     def train(self, carried: tuple | None = None) -> None:
-        """`carried`: what `carry` kept in this process of the same run, before it was begun anew."""
+        """Run to the end; `carried`: the result of `carry` of the same run before its models were rebuilt."""
         with self.run_directory.locked():
             resumed = carried is not None or (self.options.load_checkpoint and self.resume())
             if carried is not None:
@@ -176,7 +178,7 @@ class SupervisedRun:
             try:
                 with StopRequest() as stop:
                     self.run_steps(log, stop)
-                    # Inside, so that a signal now waits: the work is done and only has to be written.
+                    # Inside, so that a signal does not interrupt the writing of the finished model.
                     self.conclude()
             finally:
                 if log is not None:
@@ -210,7 +212,7 @@ class SupervisedRun:
 
     @staticmethod
     def attempt(write: Callable[[], object]) -> str | None:
-        """What went wrong with the disk, if something did."""
+        """Call `write`; returns the disk error as text, or None."""
         try:
             write()
         except CannotWrite as error:
@@ -218,13 +220,13 @@ class SupervisedRun:
         return None
 
     def on_write_error(self, problem: str | None) -> None:
-        """End the run if one of its processes could not write, but keep what was learnt, wherever there is room."""
-        told = next((found for found in self.mesh.all.gather(problem) if found), None)
-        if told is not None:
-            raise UserError(f"{told}; {self.checkpoints.rescue(*self.checkpoint())}")
+        """End the run if one of its processes could not write, after saving a checkpoint on any disk with space."""
+        failure = next((found for found in self.mesh.all.gather(problem) if found), None)
+        if failure is not None:
+            raise UserError(f"{failure}; {self.checkpoints.rescue(*self.checkpoint())}")
 
     def train_step(self, stop: StopRequest) -> dict:
-        """One optimizer step, its evaluation where one is due, and its row of metrics."""
+        """One optimizer step and, if due, an evaluation; returns the row of metrics."""
         if self.pending is None:
             if self.compiling.look(self.model, self.task):
                 self.manifest["compiled"] = self.compiling.decided
@@ -237,7 +239,7 @@ class SupervisedRun:
         return row
 
     def update(self, stop: StopRequest) -> dict:
-        """One optimizer step and what there is to say of it."""
+        """One optimizer step; returns its row of metrics."""
         began = time.monotonic()
         step = self.counters.step
         samples = self.order.step_samples(step)
@@ -264,7 +266,8 @@ class SupervisedRun:
         return row | self.compiling.columns() | {"seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
 
     def accumulate_gradients(self, samples: list[int], stop: StopRequest) -> tuple[dict[str, float], Totals, int]:
-        """Every pass of a step: its figures and counts, over all processes, and the number of passes here."""
+        """Forward and backward of all micro-batches of a step. Returns figures and totals over all processes, and the
+        number of micro-batches in this one."""
         undo = undo_step(self.optimizer)
 
         def until_stopped() -> Iterator[TokenBatch]:
@@ -288,7 +291,7 @@ class SupervisedRun:
             return self.mesh.data.add_up(figures), totals, len(batches)
 
     def shrink(self, samples: list[int], why: str, *, evaluation: bool = False) -> None:
-        """Smaller passes, because these samples' did not fit; where they cannot be smaller, the end of the run."""
+        """Halve the micro-batch limit after out-of-memory on these samples, or end the run if it cannot be halved."""
         task, limit = self.task, self.task.micro_batch_limit
         self.device.release_memory()
         reinit_process_group(self.mesh.world)
@@ -302,8 +305,8 @@ class SupervisedRun:
             if self.mesh.size > 1:
                 raise RebuildModels
             return
-        # In an evaluation the step is counted and its row not written yet: the checkpoint before is the one to use.
-        # What several processes held together can be saved in parts, but no longer gathered.
+        # In an evaluation the step is counted but its row is not written yet, so the previous checkpoint is the right
+        # one. After out-of-memory, sharded weights can be saved as shards but no longer gathered.
         saved = self.checkpoints.latest() if evaluation else self.save(export=self.mesh.size == 1)
         where = f"go on from {saved} with --load_checkpoint" if saved else "nothing was saved"
         raise RunFailed(
@@ -312,24 +315,24 @@ class SupervisedRun:
         )
 
     def make_batches(self, cut: list[list[int]], *, evaluation: bool = False) -> list[TokenBatch]:
-        """This process's micro-batches of a step, as many as every other process has."""
+        """This process's micro-batches of a step; every process has the same number."""
         store = self.task.evaluation if evaluation else self.task.store
         if self.mesh.data_size > 1:
             lengths = self.task.lengths(store)
-            shares = deal(cut, self.mesh.data_size, lambda part: int(lengths[part].sum()), _halves)
+            shares = deal(cut, self.mesh.data_size, lambda part: int(lengths[part].sum()))
             cut_here = [part or [] for part in shares[self.mesh.data.rank]]
         else:
             cut_here = cut
         batches = []
         for part in cut_here:
-            # With fewer samples than processes, one takes part with a sample that counts for nothing.
+            # With fewer samples than processes, some take part in the collectives with a sample of weight 0.
             batch = self.task.make_batch(store, part or cut[0][:1]).to(self.device.torch)
             batch.weight = 1.0 if part else 0.0
             batches.append(batch)
         return batches
 
     def totals(self, batches: list[TokenBatch]) -> dict[str, float]:
-        """Counts over all processes, which means are taken over."""
+        """Denominators of the step's means, summed over all processes."""
         here = self.task.totals([batch for batch in batches if batch.weight])
         return self.mesh.data.add_up({k: torch.tensor(float(v), device=self.device.torch) for k, v in here.items()})
 
@@ -342,7 +345,7 @@ class SupervisedRun:
         return last or self.order.ends_epoch(step)
 
     def evaluate(self) -> dict[str, float]:
-        """Every figure of the task over its evaluation set, prepared a step's worth of samples at a time."""
+        """Figures of the task over its evaluation set, one batch of --train_batch_size at a time."""
         everything = list(range(self.task.evaluation_samples))
         shrink = partial(self.shrink, everything, evaluation=True)
         return retry_smaller(lambda: self.figures_of(everything), shrink)
@@ -362,7 +365,7 @@ class SupervisedRun:
             return {f"eval_{name}": value for name, value in self.mesh.data.add_up(figures).items()}
 
     def give_up(self) -> None:
-        """Too many bad steps in a row: keep the last one's samples for a look, and stop."""
+        """Stop after too many non-finite steps in a row; bad_batch.json gets the samples of the last one."""
         step = self.counters.step
         samples = self.order.step_samples(step - 1)
         batch = self.task.make_batch(self.task.store, samples)
@@ -378,11 +381,11 @@ class SupervisedRun:
         )
 
     def check_finite(self, tensors: Iterable[Tensor]) -> None:
-        """Stop before a model or a checkpoint that nothing can be learnt from is written over a good one."""
+        """Raise before weights that are not finite overwrite a good model or checkpoint."""
         if not all(self.mesh.all.gather(all_finite(tensors))):
             raise RunFailed(not_finite_line(f"after step {self.counters.step}", self.checkpoints.latest()))
 
-    # ---- what is on disk
+    # ---- files
 
     def open_log(self, resumed: bool) -> RunLog:
         trained = self.manifest["trainable_parameters"]
@@ -402,20 +405,20 @@ class SupervisedRun:
         save_model(self.model, self.tokenizer, folder, mesh=self.mesh, bf16=self.options.bf16)
 
     def checkpoint(self) -> tuple[int, Callable[[Path], None], dict]:
-        """Its step, what writes its tensors, and the rest of it."""
+        """Step, function that writes the tensors, and state of a checkpoint."""
         step, tensors = self.counters.step, self.optimizer.state()
         self.check_finite(tensors.values())
         state = {
             "counters": vars(self.counters),
             "pass_limit": vars(self.task.micro_batch_limit),
             "compiled": self.compiling.decided,
-            "random": self.mesh.gradients.gather(random_state()),  # those that share a layer's work draw alike
+            "random": self.mesh.gradients.gather(random_state()),  # ranks of a tensor-parallel group have equal streams
             "manifest": self.manifest,
         }
         return step, lambda folder: write_sharded(folder, tensors, self.mesh, step), state
 
     def save(self, *, export: bool = True) -> Path | None:
-        """`export`: with --save_hf_ckpt the model too."""
+        """Save a checkpoint; `export`: with --save_hf_ckpt, export the model too."""
         step, write, state = self.checkpoint()
         models = self.save_model if export and self.options.save_hf_ckpt else None
         if not self.options.disable_ds_ckpt:
@@ -425,7 +428,7 @@ class SupervisedRun:
         return None
 
     def resume(self) -> bool:
-        """Go on from the newest checkpoint, if there is one and it is this run's."""
+        """Load the newest checkpoint; False if there is none. UserError: it belongs to another run."""
         loaded = self.checkpoints.load()
         if loaded is None:
             self.mesh.world.say(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning")
@@ -443,7 +446,7 @@ class SupervisedRun:
         return True
 
     def restore_generators(self, states: list[dict]) -> None:
-        """As the processes that were there before would have; where these were others, from numbers of their own."""
+        """Restore the random streams; with another number of processes, seed new ones."""
         places = self.mesh.gradients
         if len(states) == places.size:
             restore_random_state(states[places.rank])
@@ -451,7 +454,7 @@ class SupervisedRun:
             seed_everything(process_seed(self.options.seed, places.rank, self.counters.step))
 
     def carry(self) -> tuple:
-        """What this process keeps of a run that is begun anew: its parts, and what all know."""
+        """This process's state for a run whose models are rebuilt: tensors, random state, and the loop's state."""
         known = (self.counters, self.task.micro_batch_limit, self.pending, self.compiling.decided)
         return HostTensors(self.optimizer.state()), random_state(), known
 
@@ -465,11 +468,6 @@ class SupervisedRun:
             self.on_write_error(self.attempt(self.save))
         where = resume_line(self.checkpoints.saved(self.counters.step))
         raise Interrupted(signal_number, f"stopped after step {self.counters.step}: {where}")
-
-
-def _halves(part: list[int]) -> list[list[int]]:
-    middle = len(part) // 2
-    return [part[:middle], part[middle:]] if middle else [part]
 
 
 # ---- from checked options to a run
@@ -502,13 +500,13 @@ def train_supervised(options: SupervisedOptions) -> None:
 
 
 def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, world: World) -> SupervisedRun:
-    """Everything up to the first step."""
+    """Check, load data and model, and create the run, up to the first step."""
     check_processes(options, world.size)
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
     if not world.is_rank_zero:
-        world.wait()  # the first process fills the token cache for all
-    with own_heartbeat.waiting():  # reading the data takes as long as there are data
+        world.wait()  # rank 0 fills the token cache for all
+    with own_heartbeat.waiting():  # reading the data has no time limit
         task = make_task(options, tokenizer)
     if world.is_rank_zero:
         world.wait()
@@ -529,10 +527,10 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     if uses_default_tokens(options, device):
         if task.padded:
             options = task.options = without_tokens(options)
-        elif options.packing_samples:  # a run of an earlier version goes on without
+        elif options.packing_samples:  # False in a run resumed from a version without it
             world.say(default_line(options))
     task.attach(loaded, device)
-    # Dropout differs between processes that work on different tokens, everything else does not.
+    # Only dropout may differ between processes, and only between those that work on different tokens.
     seed_everything(process_seed(options.seed, mesh.gradients.rank), deterministic=options.full_determinism)
     described = {} if task.padded else for_manifest(memory_plan)
     described["passes"] = micro_batch_sizes(options, packed=not task.padded)
@@ -540,14 +538,14 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
 
 
 def supervised_work(task: Task) -> Work:
-    """Steps as they will come: the largest of them needs the most memory."""
+    """The workload for the memory plan: the step with the most tokens."""
     lengths, order = task.lengths(task.store), task.order()
     step = max(int(lengths[order.step_samples(step)].sum()) for step in range(order.steps))
     return Work(Rows(0, task.longest()), step, int(lengths.max()))
 
 
 def dry_run_supervised(options: SupervisedOptions) -> list[str]:
-    """Everything that can go wrong before the first step, on a few rows and without the weights."""
+    """Run all checks that precede the first step, on a few rows and without weights; returns the lines to print."""
     device = find_device()
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
@@ -568,7 +566,7 @@ def dry_run_supervised(options: SupervisedOptions) -> list[str]:
 
 
 def without_evaluation(options: LoggingOptions, task: Task) -> list[str]:
-    """Whether the data hold a test split is known only when they are read."""
+    """Warnings for evaluation options without evaluation data, which is known only after the data were read."""
     if task.evaluation_samples:
         return []
     names = ("eval_steps", "eval_max_samples")
@@ -576,7 +574,7 @@ def without_evaluation(options: LoggingOptions, task: Task) -> list[str]:
 
 
 def _check_places(options: SupervisedOptions) -> None:
-    """Before anything slow: is the model there, can it be split as asked, and can its successor be written?"""
+    """Check that the models exist, that they can be split as asked, and that the output folders can be written."""
     models: dict[str, str | None] = {"pretrain": options.pretrain}
     if isinstance(options, ReferenceOptions):
         models["ref_pretrain"] = options.ref_pretrain

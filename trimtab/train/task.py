@@ -1,7 +1,7 @@
-"""What a supervised job is to the loop: samples, how a step is cut, and one loss.
+"""Tasks of the supervised loop: dataset, micro-batches and loss of a job, and frozen models that score.
 
-A job is a subclass of Task that names its store, turns samples into batches, and gives a micro-batch's share of the
-step's loss. Everything else here is the same for all of them.
+A job is a subclass of Task that builds its store, collates samples into batches, and computes a micro-batch's share of
+the step's loss. The rest is the same for all jobs.
 """
 
 import contextlib
@@ -33,11 +33,13 @@ from trimtab.train.update import LossTerm, Totals, balance_loss_term, sums_by_se
 
 
 class Task:
+    """Base class of supervised jobs."""
+
     verb: str
     mesh = Mesh()  # the processes that share a step; set before training
     sequences_a_sample = 1
-    scores_model = False  # in every step, without gradients
-    padded = False  # the model takes padded rows, where filling a token budget would not bound memory
+    scores_model = False  # whether every step also runs the model without gradients
+    padded = False  # the model takes padded rows, whose memory a token budget would not bound
 
     def __init__(self, options: SupervisedOptions, tokenizer: PreTrainedTokenizerBase):
         self.micro_batch_limit = MicroBatchLimit()
@@ -60,10 +62,10 @@ class Task:
             shared = count_shared(_prompts_of(self.store), _prompts_of(self.evaluation))
             self.evaluation_report.rows_also_trained = shared
 
-    # ---- what a job says of itself
+    # ---- defined by jobs
 
     def build_dataset(self, rows: Any, what: str) -> tuple[Any, Any]:
-        """The tokenised data and the report of what became of the rows."""
+        """The tokenized dataset, and the report on its rows."""
         raise NotImplementedError
 
     def make_batch(self, store: Any, samples: list[int]) -> TokenBatch:
@@ -74,21 +76,21 @@ class Task:
         raise NotImplementedError
 
     def load_model(self, device: Device) -> Loaded:
-        """The model that is trained."""
+        """Load the model to train."""
         return load_policy(self.options, device, self.mesh)
 
     def skeleton(self) -> PackedModel:
-        """The same without its weights."""
+        """The model to train as a fake model, without weights."""
         return fake_policy(self.options)
 
     def attach(self, loaded: Loaded, device: Device) -> None:
-        """Load what scores beside the model, by name, into `self.scorers`: a reference, a teacher."""
+        """Load frozen models that score (a reference, a teacher) into `self.scorers`."""
 
     def prepare(self, model: PackedModel, batches: list[TokenBatch]) -> None:
-        """Look at the whole step before its first gradient: score it with a reference, for one."""
+        """Process all micro-batches of a step before its first gradient, for example score them with a reference."""
 
     def totals(self, batches: list[TokenBatch]) -> Totals:
-        """Counts over the whole step, which its means are taken over."""
+        """Counts over these batches: the denominators of the step's means."""
         return {
             "tokens": sum(b.tokens for b in batches),
             "trained_tokens": sum(b.trained_tokens for b in batches),
@@ -96,10 +98,10 @@ class Task:
         }
 
     def finish(self, model: PackedModel, folder: Any) -> None:
-        """After the last step, before the model is saved."""
-        (folder / REWARDS).unlink(missing_ok=True)  # of another job in the same folder
+        """Called after the last step, before the model is saved."""
+        (folder / REWARDS).unlink(missing_ok=True)  # left by another job in the same folder
 
-    # ---- what they share
+    # ---- shared by all jobs
 
     @property
     def samples(self) -> int:
@@ -133,11 +135,11 @@ class Task:
         return max(int(getattr(store, "sequences", store).lengths.max()) for store in stores)
 
     def places(self, samples: list[int]) -> list[str]:
-        """Where these samples stand in the user's files."""
+        """Places of these samples in the user's files."""
         return self._places.names(getattr(self.store, "sequences", self.store).rows[samples].tolist())
 
     def data_lines(self) -> list[str]:
-        """What became of the rows, for people."""
+        """The lines of the data reports."""
         reports = [self.report] if self.evaluation_report is None else [self.report, self.evaluation_report]
         return [line for report in reports for line in report.lines()]
 
@@ -149,11 +151,11 @@ class Task:
 
     @property
     def packs(self) -> bool:
-        """Whether passes are filled by tokens, not by number of samples."""
+        """Whether micro-batches are limited by tokens, not by samples."""
         return self.options.packing_samples and not self.padded
 
     def cut(self, store: Any, samples: list[int]) -> list[list[int]]:
-        """Which samples go into one forward and backward pass."""
+        """Split samples into micro-batches."""
         lengths = [int(length) for length in self.lengths(store)[samples]]
         if self.packs:
             parts = pack(lengths, self.micro_batch_limit.of_tokens(self.token_budget()))
@@ -162,23 +164,23 @@ class Task:
         return [[samples[i] for i in members] for members in parts]
 
     def cut_all(self, store: Any, samples: list[int]) -> list[list[int]]:
-        """The same for many samples at once, a step's worth at a time."""
+        """Like `cut` for many samples, one batch of --train_batch_size at a time."""
         size = self.options.train_batch_size
         return [part for i in range(0, len(samples), size) for part in self.cut(store, samples[i : i + size])]
 
     def lengths(self, store: Any) -> np.ndarray:
-        """Tokens that each sample takes in a row."""
+        """Number of tokens of each sample in a packed row."""
         return store.lengths
 
     def token_budget(self) -> int:
-        """Tokens a packed row may hold."""
+        """Maximum number of tokens in a packed row."""
         options = self.options
         if options.train_max_tokens_per_gpu:
             return options.row_tokens(options.train_max_tokens_per_gpu)
         return self.sequences_a_sample * options.micro_train_batch_size * options.max_len
 
     def check_model(self, model: PackedModel) -> None:
-        """Refuse a model this job cannot train, in one line."""
+        """Refuse a model that this job cannot train."""
         known = model.config.get_text_config().vocab_size
         largest = int(self.token_ids()[-1])
         if largest >= known:
@@ -206,7 +208,7 @@ class Task:
     def share(
         self, loss: Tensor, figures: dict[str, Tensor], out: Any, model: PackedModel, batch: TokenBatch, totals: Totals
     ) -> LossTerm:
-        """The finished share: with the experts' balance, where that is asked for."""
+        """The micro-batch's loss term, with the load-balancing loss if --aux_loss_coef asks for it."""
         figures = {"loss": loss.detach(), **figures}
         if self.balances_experts(model):
             balance = balance_loss_term(model, out.router_logits, batch, totals["tokens"])
@@ -220,14 +222,14 @@ def _prompts_of(store: Any) -> Iterator[bytes]:
     return beginnings(sequences.ids, sequences.offsets, sequences.trained, every=len(sequences) // len(store))
 
 
-# ---- models beside the trained one
+# ---- frozen models
 
 
 class FrozenScorer:
-    """A frozen model that scores beside the trained one: a reference, or a teacher.
+    """A frozen model that scores batches: a reference or a teacher.
 
-    With LoRA the reference is the policy with its adapters off, so there is no second copy. With `offload` the model is
-    kept in main memory between steps.
+    With LoRA the reference is the policy with its adapters off, so there is no second copy. With `offload` the model
+    stays in main memory between steps.
     """
 
     def __init__(
@@ -241,8 +243,9 @@ class FrozenScorer:
         offload: bool,
         flag: str | None = None,
     ):
-        """`loaded`: the policy, which with LoRA is the reference too; `pretrain`: another model in place of what the
-        policy was at the start, named by `flag`."""
+        """`loaded`: the policy, which with LoRA is also the reference; `pretrain`: a model, given by `flag`, to use
+        instead
+        of the initial policy."""
         self.device = device
         self.precision = "bf16" if options.bf16 else "fp32"
         self.adapters_off = options.lora_rank > 0 and pretrain is None
@@ -260,7 +263,7 @@ class FrozenScorer:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[Policy]:
-        """The reference on the device, ready to score."""
+        """Move the model to the device (adapters off, if it is the policy) for scoring inside the context."""
         off = adapters_off(self.model.model) if self.adapters_off else contextlib.nullcontext()
         with off, self._placement.at_work(self.model):
             yield self.model
@@ -271,7 +274,7 @@ class FrozenScorer:
             return [model(batch, temperature=temperature).log_probs_N for batch in batches]
 
     def score(self, batches: list[TokenBatch]) -> None:
-        """Put every sequence's log-prob into `extra` of its batch."""
+        """Store every sequence's log-prob in `batch.extra["reference_S"]`."""
         with self.at_work() as model:
             for batch in batches:
                 batch.extra["reference_S"] = sequence_log_probs(model, batch)
@@ -285,6 +288,8 @@ def sequence_log_probs(model: Policy, batch: TokenBatch) -> Tensor:
 
 
 class PairTask(Task):
+    """A task on preference pairs, whose two answers share the prompt's tokens in a row."""
+
     options: RMOptions | DPOOptions
     sequences_a_sample = 2
 

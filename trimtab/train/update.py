@@ -1,8 +1,8 @@
-"""One update: gradients of all micro-batches of a step add up, then the optimizer moves the weights once.
+"""Gradient accumulation over the micro-batches of one optimizer step.
 
-Gradient accumulation of supervised jobs, RL trainers and `trimtab.Learner`. A micro-batch gives its term of the step's
-loss, already divided by counts over the whole step (`Totals`): micro-batch size, packing and process count change
-results by rounding only. The Learner's shares are sums, which its `optim_step` divides.
+Supervised jobs, RL trainers and `trimtab.Learner` share it. A micro-batch gives its term of the step's loss, already
+divided by counts over the whole step (`Totals`): micro-batch size, packing and process count change results by rounding
+only. The Learner's terms are sums, which its `optim_step` divides.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,12 +20,12 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.models.packed import PackedModel
 
 Totals = dict[str, float]
-"""Counts over the whole step, which means are taken over."""
+"""Counts over the whole step: the denominators of its means."""
 
 
 @dataclass
 class LossTerm:
-    """One micro-batch's part of the step. Parts add up: the loss and every figure are already divided by totals."""
+    """One micro-batch's part of the step. Loss and figures are already divided by totals, so parts are summed."""
 
     loss: Tensor
     figures: dict[str, Any]  # without gradients
@@ -40,21 +40,21 @@ def accumulate(
 ) -> dict[str, Any]:
     """Add the gradients of `count` micro-batches to the accumulated ones; returns the sums of their figures here.
 
-    Batches are taken one by one, after the backward pass of the one before. Where a model is split, gradients are
-    summed over its processes in the last backward pass.
+    Each batch is taken after the backward pass of the one before. A sharded model sums gradients over its processes in
+    the last backward pass.
     """
     figures: dict[str, Any] = {}
     for place, batch in enumerate(batches, start=1):
         sync_gradients(model, place == count)
         found = share(batch)
-        # A split model averages gradients over its processes; shares are meant to add up.
+        # FSDP averages gradients over processes, but loss terms are summed: hence the factor.
         (found.loss * (batch.weight * mesh.gradients.size)).backward()
         found.add_to(figures, batch.weight)
     return figures
 
 
 def balance_loss_term(model: PackedModel, router_logits: Any, batch: TokenBatch, tokens: float) -> Tensor:
-    """The experts' load-balancing loss of a micro-batch, by its part of the step's `tokens`."""
+    """The experts' load-balancing loss of a micro-batch, weighted by its share of the step's `tokens`."""
     balance = load_balancing_loss(router_logits, model.config.num_experts_per_tok, model.sum_over_row)
     return balance * (batch.tokens / tokens)
 
@@ -67,4 +67,4 @@ def sums_by_sequence(values_N: Tensor, batch: TokenBatch) -> Tensor:
 def counts_by_sequence(batch: TokenBatch) -> Tensor:
     """Trained tokens in every sequence [S], as floats."""
     owners_N = batch.owners_N
-    return sums_by_sequence(torch.ones(len(owners_N), device=owners_N.device), batch)  # a device need not be waited for
+    return sums_by_sequence(torch.ones(len(owners_N), device=owners_N.device), batch)  # no device sync

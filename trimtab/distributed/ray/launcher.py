@@ -1,9 +1,8 @@
-"""The Ray launcher: a process for each device of a cluster's nodes, all in one world, and engines outside it.
+"""The Ray launcher: one process for each device of a cluster, all in one world, and engines outside of it.
 
 A run uses the Ray at RAY_ADDRESS, or starts one that only this machine can reach. The controller is the process that
-was started, and holds no model. It starts the processes where the placement says, has them join each other, and then
-builds and calls roles as with any other launcher. Messages are serialized as between any processes, and Ray transports
-them.
+the user started, and has no model. It starts processes according to the placement, lets them join one process group,
+and then builds and calls roles like any other launcher. Messages have the common serialization; Ray transports them.
 """
 
 import contextlib
@@ -53,19 +52,18 @@ from trimtab.errors import OutOfMemory, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 
 ADDRESS = "RAY_ADDRESS"  # `ray job submit` sets it for the command that it starts
-TO_ANSWER = 10.0  # seconds for a Ray that is there
+TO_ANSWER = 10.0  # seconds to wait for a connection to Ray
 TOKENS = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"  # only the owner of a process can read its environment
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 if not os.environ.get(ADDRESS):
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Its own Ray would listen on every interface of this machine. The name is misleading: it says whether this Ray may
-    # have other nodes, and is read when ray is imported.
+    # Otherwise a local Ray listens on every interface of this machine. Despite its name the variable decides whether
+    # this Ray may have other nodes; it is read when ray is imported.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # When the driver is killed, the kernel ends Ray's control store with it. Workers and agents look for the store for
-    # this time before they end, with all the memory that they hold: by default 60 s, for a store that is started again;
-    # this one never is.
+    # When the driver is killed, the kernel kills Ray's control store with it. Workers and agents wait this long for a
+    # restarted store before they exit and free their memory (60 s by default); a local store is never restarted.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
-    if "ray" not in sys.modules:  # it has read this when it was imported; ray.init then turns tokens on by itself
+    if "ray" not in sys.modules:  # read at import; if that is past, ray.init enables tokens by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 from ray.exceptions import AuthenticationError  # noqa: E402
@@ -73,7 +71,7 @@ from ray.exceptions import AuthenticationError  # noqa: E402
 
 @contextlib.contextmanager
 def connected() -> Iterator[None]:
-    """Inside, Ray can be used. Install signal handlers inside: Ray replaces the ones it finds."""
+    """Connect to Ray or start a local one. Install signal handlers inside: Ray replaces existing ones."""
     if ray.is_initialized():
         yield
         return
@@ -92,10 +90,10 @@ def connected() -> Iterator[None]:
         ) from error
     except UserError:
         raise
-    except Exception as error:  # a Ray that does not come up in its half minute is a plain Exception
+    except Exception as error:  # Ray raises a plain Exception if it does not start within half a minute
         place = f"at {os.environ[ADDRESS]} (RAY_ADDRESS)" if ADDRESS in os.environ else "on this machine"
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"no Ray {place}: {said}") from error
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"no Ray {place}: {reason}") from error
     try:
         yield
     finally:
@@ -103,14 +101,14 @@ def connected() -> Iterator[None]:
 
 
 def _set_token() -> None:
-    """Give the Ray that this process starts a token unless the user has named one. Ray itself would write one to
-    ~/.ray/auth_token for every user of this machine to read, and with it one can run code here."""
+    """Set an authentication token for the local Ray unless the user has given one. Ray itself would write one to
+    ~/.ray/auth_token, readable by every user of this machine, who could then run code here."""
     if not any(name in os.environ for name in TOKENS):
         os.environ[TOKENS[0]] = secrets.token_hex(32)
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ConnectionError if no Ray is there. Ray itself would try for minutes."""
+    """Raise ConnectionError if no Ray answers at the address. Ray itself would retry for minutes."""
     if "://" in address:
         raise UserError(f"RAY_ADDRESS {address}: give the head's own address, HOST:PORT, from a node of the cluster")
     host, _, port = address.rpartition(":")
@@ -122,7 +120,7 @@ def _check_reachable(address: str) -> None:
 
 
 def stop_line() -> str | None:
-    """How to stop a run that was submitted, None if this one was not: `ray job submit` only shows its output."""
+    """How to stop a run started by `ray job submit`, whose terminal only shows the output; None for other runs."""
     if SUBMITTED not in os.environ:
         return None
     name = json.loads(os.environ[SUBMITTED]).get("metadata", {}).get("job_submission_id", "ID")
@@ -132,15 +130,17 @@ def stop_line() -> str | None:
 # ---- roles on the nodes of a cluster
 
 
-TO_PLACE = 60.0  # seconds until what was free a moment ago is reserved
-TO_START = 300.0  # until a process runs, with everything imported and the others met
-# What the controller's environment says to libraries, and a node's may not.
+TO_PLACE = 60.0  # seconds to reserve resources that were free at the preflight check
+TO_START = 300.0  # seconds for a process to start, import everything and join the others
+# Environment variables of the controller for libraries, which a node may lack.
 PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
-ENGINE_DIED = "EngineDead"  # vLLM's exception when one of its processes has gone
-LARGE = 2**16  # bytes; larger arguments that all share are put into Ray's memory once
+ENGINE_DIED = "EngineDead"  # vLLM's exception when one of its processes has died
+LARGE = 2**16  # bytes; larger shared arguments are put into Ray's object store once
 
 
 class RayCall(PendingCall):
+    """A call to several Ray workers."""
+
     def __init__(
         self,
         name: str,
@@ -171,7 +171,7 @@ class RayCall(PendingCall):
         return self._reported()
 
     def _reported(self) -> list[Any]:
-        if self._shortage is not None:  # now that none is in the middle of anything
+        if self._shortage is not None:  # raised only now, when no member is inside a call
             raise OutOfMemory(self._shortage)
         return [self._by_rank.get(rank, Unanswered()) for rank in self._reporting]
 
@@ -191,6 +191,8 @@ class RayCall(PendingCall):
 
 
 class RayGroup(Group):
+    """A role on Ray workers."""
+
     def __init__(
         self,
         workers: RayWorkers,
@@ -201,8 +203,8 @@ class RayGroup(Group):
         *,
         replace_engine: Callable[[EngineLost], None] | None = None,
     ):
-        """`processes`: which part of a call each member gets, if not its own. `replace_engine`: for engines
-        outside the world, how one that is lost is replaced."""
+        """`processes`: the part of a call that each member gets, by default its own. `replace_engine`: replaces a lost
+        engine, for engines outside the world."""
         self.name, self.members, self.apart = name, members, replace_engine is not None
         self.processes = processes or Processes.apart([member.rank for member in members])
         self._workers, self._serializer, self._replace_engine = workers, serializer, replace_engine
@@ -220,7 +222,7 @@ class RayGroup(Group):
         return RayCall(f"{self.name}.{method}", self._workers, self._serializer, calls, reporting)
 
     def reinit_process_group(self) -> bool:
-        """All processes of the world do, also those of other groups."""
+        """Re-initialize the process group in all processes of the world, also those of other groups."""
         workers = self._workers
         world = workers.members[: workers.world_size]
         workers.call("reinit_process_group", seconds=workers.hang_timeout, members=world)
@@ -233,6 +235,8 @@ class RayGroup(Group):
 
 
 class RayLauncher(Launcher):
+    """Starts workers on the nodes of a cluster and builds roles in them."""
+
     def __init__(
         self,
         job: RayJob,
@@ -243,16 +247,16 @@ class RayLauncher(Launcher):
         *,
         again: bool = False,
     ):
-        """`again`: for a run that has lost its processes."""
+        """`again`: this is a restart after a process was lost."""
         self.job, self.layout, self.placement, self.stop = job, layout, placement, stop
         self.units = list(job.units(job.options, layout.size))
-        self.device = Device(torch.device("cpu"), "CPU")  # of this process, on which no model is
-        self.world = World(0, layout.size)  # of the roles; this process only speaks for it
+        self.device = Device(torch.device("cpu"), "CPU")  # of this process, which has no model
+        self.world = World(0, layout.size)  # the workers' world; this process only prints for it
         self._serializer = Serializer(*job.records, Processes)
         self._workers = RayWorkers(hang_timeout, stop, layout.size)
-        self._apart = next((unit for unit in self.units if unit.apart), None)  # what engines hold
-        self.found: list[dict[str, Any]] = []  # what each process says of where it is
-        self.devices: list[dict[str, Any]] = []  # and of its device
+        self._apart = next((unit for unit in self.units if unit.apart), None)  # the engines' unit
+        self.found: list[dict[str, Any]] = []  # `describe` of each worker: its node and device
+        self.devices: list[dict[str, Any]] = []  # device facts for the manifest, by worker
         self._reserved: Any = None
         self._again = again
         self._engine_groups: dict[str, Group] = {}
@@ -268,7 +272,7 @@ class RayLauncher(Launcher):
     # ---- processes
 
     def open(self) -> None:
-        """Start the processes, each where it belongs."""
+        """Reserve resources and start the workers on their nodes."""
         self._reserved = self._reserve()
         for worker in self.placement.workers:
             units = [
@@ -313,11 +317,11 @@ class RayLauncher(Launcher):
     def _start_engine(self, member: WorkerHandle) -> None:
         assert self._apart is not None and self.layout.engines is not None
         bundles, environment = self.placement.engines[member.rank - self.layout.size], dict(self._apart.environment)
-        if len(bundles) > 1:  # devices of a pool, of which Ray would show it the first one alone
+        if len(bundles) > 1:  # devices of a pool, of which Ray would make only the first visible
             pairs = zip(self.placement.workers, self.found)
             shown = [name for worker, found in pairs if worker.bundle in bundles for name in found["devices"]]
             if shown:
-                seen = self.found[0]["kind"]  # a process that does not see its device takes itself to be on a CPU
+                seen = self.found[0]["kind"]  # a worker that does not see its device reports a CPU
                 kind = seen if seen.visible is not None else kind_of_resource(self.placement.resource)
                 environment |= visible_devices_env(kind, shown)
         shares = self.layout.engines.pool is not None
@@ -331,7 +335,7 @@ class RayLauncher(Launcher):
         return found
 
     def meet(self, options: Any) -> None:
-        """Have the processes join each other, to work with these options."""
+        """Let the workers join one process group, with these options."""
         self.job = dataclasses.replace(self.job, options=options)
         first = self._in_world[0]
         ((address, port),) = self._workers.results([(first, first.handle.open_store.remote())], TO_START)
@@ -345,13 +349,13 @@ class RayLauncher(Launcher):
         return member.handle.join.remote(self.job, WorkerRank(rank, size, neighbours, threads), address, port)
 
     def _replace_engine(self, lost: EngineLost) -> None:
-        """Replace lost engines by new ones, which have the initial weights."""
+        """Replace all dead engines by new ones with the initial weights."""
         assert self._apart is not None
         gone = [member for member in self._engines if member.rank == lost.rank or not self._workers.is_alive(member)]
         alive = {node.id for node in living_nodes()}
         bundles = [self.placement.engines[member.rank - self.layout.size][0] for member in gone]
         if not {self.placement.bundle_nodes[bundle].id for bundle in bundles} <= alive:
-            raise WorkerLost(str(lost))  # its node is gone too
+            raise WorkerLost(str(lost))  # its node is lost too
         try:
             for member in gone:
                 self._workers.kill(member)
@@ -370,7 +374,7 @@ class RayLauncher(Launcher):
         building = self._start_building_engines()
         shares = self.layout.engines is not None and self.layout.engines.pool is not None
         if building is not None and shares:
-            building.wait()  # each would count what the other takes of the device
+            building.wait()  # one after the other, because each measures the free memory of the shared device
         groups = super().groups(options)
         if building is not None and not shares:
             building.wait()
@@ -388,7 +392,7 @@ class RayLauncher(Launcher):
         return RayGroup(self._workers, self._serializer, role, members, processes)
 
     def _start_building_engines(self) -> PendingCall | None:
-        """Once: engines go on when the others are built anew."""
+        """Build the engines, once: they continue when other roles are rebuilt."""
         if self._apart is None or self._engine_groups:
             return None
         parts = self._workers, self._serializer
@@ -407,7 +411,7 @@ class RayLauncher(Launcher):
         return {"layout": self.layout.rows(self.placement.resource), "threads_of_processes": threads}
 
     def close(self, *, kindly: bool = True) -> None:
-        """`kindly`: no process is lost, so all may close what they hold."""
+        """End all workers; `kindly`: no worker is lost, so all can close their roles first."""
         self._workers.end(kindly=kindly)
         if self._reserved is not None:
             remove_placement_group(self._reserved)

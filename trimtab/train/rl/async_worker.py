@@ -1,17 +1,17 @@
-"""Rollout workers whose groups may outlive an update of the weights.
+"""Rollout workers whose groups may span weight updates.
 
-Groups are generated for a while. To pause, samples that have not finished become partial rollouts; later the engine
-resumes them with the weights as they are then. A group whose samples have all finished is scored by the rewards near
-the engine, several groups at once in threads: a reward that is slow for one of them delays no other.
+On a pause, unfinished samples become partial rollouts; later the engine resumes them with the current weights. When all
+samples of a group have finished, the rewards near the engine score it. Several groups are scored at once in threads, so
+that a slow reward for one delays no other.
 
     AsyncRolloutWorker       an engine that shares the policy's processes: it generates while `collect` is called
     ThreadedRolloutWorker    an engine in its own process: a thread generates all the time, also while the policy learns
 
-All processes of a split policy generate and pause together, also those that have no group. Those of a tensor-parallel
-group have the same groups, generate the same samples and go on or stop together: the first of them scores and decides.
+All processes of a sharded policy generate and pause together, also those without a group. The ranks of a
+tensor-parallel group have the same groups, generate the same samples and continue or stop together: their first rank
+scores and decides.
 
-The thread and its caller do not wait for each other: each of their steps on what they share is one that Python does not
-interrupt.
+The thread and its caller take no lock for state they share: each access is one that Python executes atomically.
 """
 
 import threading
@@ -48,27 +48,27 @@ from trimtab.train.rl.rollout_worker import (
     rollout_too_large,
 )
 
-LOOK_EVERY = 0.05  # seconds after which a signal is noticed while rewards are waited for
-TO_END = 5.0  # seconds that the thread has to end
+LOOK_EVERY = 0.05  # seconds between two checks for a stop signal while waiting for rewards
+TO_END = 5.0  # seconds to wait for the thread to end
 
 
 class GroupScorer:
-    """Scores finished groups in threads. `news`: notified when there is something to take."""
+    """Scores finished groups in threads. `changed`: notified when there is something to take."""
 
     def __init__(self, rewards: Parts, tokenizer: Any, spans: Spans):
         self.rewards, self.tokenizer, self.spans = rewards, tokenizer, spans
-        self.news = threading.Condition()
+        self.changed = threading.Condition()
         self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="rewards")
         self._scored: list[tuple[int, int, Sequence[Trajectory], list[RewardResult]]] = []
         self._failure: BaseException | None = None
 
     def submit(self, place: int, prompt_batch: PromptBatch, rollouts: Sequence[Trajectory]) -> None:
-        """All samples of the one prompt, in order."""
+        """Score all samples of one prompt, given in order."""
         if not self.rewards:
             return self._add(place, prompt_batch, rollouts, [])
         scorer = SampleScorer(self.rewards, prompt_batch, self.tokenizer)
         assert scorer.concurrent, "a reward model is another role"
-        # Text is made here: a tokenizer is not for many threads.
+        # Decode here: tokenizers are not thread-safe.
         self._threads.submit(self._score, place, scorer, scorer.request(rollouts), rollouts)
 
     def _score(self, place: int, scorer: SampleScorer, request: RewardRequest, rollouts: Sequence[Trajectory]) -> None:
@@ -79,25 +79,25 @@ class GroupScorer:
         except RunStopped:
             pass  # the group is saved as it is
         except BaseException as error:
-            with self.news:
+            with self.changed:
                 self._failure = self._failure or error
-                self.news.notify_all()
+                self.changed.notify_all()
 
     def _add(
         self, place: int, prompt_batch: PromptBatch, rollouts: Sequence[Trajectory], results: list[RewardResult]
     ) -> None:
-        with self.news:
+        with self.changed:
             self._scored.append((place, prompt_batch.rows[0], rollouts, results))
-            self.news.notify_all()
+            self.changed.notify_all()
 
     @property
     def ready(self) -> bool:
         return bool(self._scored) or self._failure is not None
 
     def take(self) -> list[FinishedGroup]:
-        """What was scored since the last time; raises what a reward has failed with. Tensors are made here, not in the
+        """Groups scored since the last call; raises the failure of a reward. Tensors are built here, not in the
         threads."""
-        with self.news:
+        with self.changed:
             if self._failure is not None:
                 raise self._failure
             scored, self._scored = self._scored, []
@@ -107,7 +107,7 @@ class GroupScorer:
         ]
 
     def close(self) -> None:
-        """Groups whose scoring has not begun are dropped. The others end with their rewards."""
+        """Drop groups whose scoring has not begun; running rewards finish by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -119,7 +119,7 @@ class GroupState:
         found = by_sample(group.trajectories)
         # An episode in several sequences has a trajectory for each.
         self.trajectories = [found.get(sample) or [Trajectory.empty(sample)] for sample in range(samples)]
-        self.since = time.monotonic()  # when it was last given to the engine, or to the rewards
+        self.since = time.monotonic()  # when it was last passed to the engine or to the rewards
 
     @property
     def open(self) -> list[Trajectory]:
@@ -128,11 +128,11 @@ class GroupState:
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing is generated."""
+        """Whether no token has been generated."""
         return not any(map(_begun, _flat(self.trajectories)))
 
     def in_flight(self, newer: list[Trajectory]) -> InFlightGroup:
-        """`newer`: what its open trajectories have become."""
+        """The group for a checkpoint; `newer`: the current state of its open trajectories."""
         trajectories = list(self.trajectories)
         for sample, own in by_sample(newer).items():
             known = trajectories[sample]
@@ -142,7 +142,7 @@ class GroupState:
         return replace(self.group, trajectories=found if any(map(_begun, found)) else [])
 
     def put(self, trajectories: list[Trajectory]) -> int:
-        """What one sample has become; the tokens that were drawn since."""
+        """Replace the trajectories of one sample; returns the number of newly sampled tokens."""
         before, self.trajectories[trajectories[0].sample] = self.trajectories[trajectories[0].sample], trajectories
         return drawn_of(trajectories) - drawn_of(before)
 
@@ -169,36 +169,38 @@ def by_sample(trajectories: Iterable[Trajectory]) -> dict[int, list[Trajectory]]
 
 
 def tokens_of(trajectories: Iterable[Trajectory]) -> int:
-    """With those of observations."""
+    """Number of tokens, observations included."""
     return sum(len(trajectory.tokens) for trajectory in trajectories)
 
 
 def drawn_of(trajectories: Iterable[Trajectory]) -> int:
-    """Those of the model: they alone have log-probs."""
+    """Number of tokens sampled by the model; only they have log-probs."""
     return sum(len(trajectory.log_probs) for trajectory in trajectories)
 
 
 class AsyncRolloutWorker(RolloutWorker):
+    """A worker in the policy's process: it generates while `collect` is called."""
+
     def __init__(self, *arguments: Any, **more: Any):
         super().__init__(*arguments, **more)
         self._spans = Spans()
         self._scorer = GroupScorer(self.rewards, self.tokenizer, self._spans)
-        self._news = self._scorer.news
+        self._changed = self._scorer.changed
         self.sampling: SamplingParams | None = None
         self._groups: dict[int, GroupState] = {}  # by place
         self._waiting: deque[GroupState] = deque()  # not in the engine, the oldest first
         self._session: Session | None = None
         self._running: dict[int, GroupState] = {}  # by the session's numbers
         self._failed: list[FailedGroup] = []
-        # Sums since the beginning, and what of them has been reported.
+        # Totals since the start, and the part of them already reported.
         self._taken = self._drawn = self._read_again = 0
         self._seconds = 0.0
         self._reported = (0, 0, 0.0)
 
-    # ---- what the client calls
+    # ---- methods called by the client
 
     def admit(self, admission: Admission, *, sampling: SamplingParams) -> None:
-        """Generate these groups too, from the next `collect` on or, in a thread, at once unless it pauses."""
+        """Queue these groups: generated from the next `collect` on or, in a thread, at once unless it pauses."""
         assert self.sampling in (None, sampling), "all groups of a run are sampled alike"
         self.sampling = sampling
         for index, group in enumerate(admission.groups):
@@ -210,9 +212,11 @@ class AsyncRolloutWorker(RolloutWorker):
     def collect(
         self, *, seconds: float | None = None, at_once: bool = True
     ) -> Collected | RewardFailed | InsufficientMemory | None:
-        """Groups finished and scored since the last call, after at most `seconds` or, `at_once`, as soon as there is a
-        group; also where nothing is left to generate or to score. None: the run is to stop. Failures are returned as by
-        `sample`; the groups are then still among the unfinished."""
+        """Generate, and return the groups finished and scored since the last call.
+
+        Returns after `seconds`, as soon as there is a group if `at_once`, or when nothing is left to do. None: a stop
+        was requested. Failures are returned as by `sample`; their groups remain unfinished.
+        """
         try:
             with memory_guard():
                 self._generate(None if seconds is None else time.monotonic() + seconds, at_once)
@@ -224,8 +228,8 @@ class AsyncRolloutWorker(RolloutWorker):
             return rollout_too_large(shortage)
 
     def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
-        """Whether the engine is free for others by now, until the next `collect` or, in a thread, until `resume`.
-        `drained`: a thread first finishes what it has begun, within `seconds`."""
+        """Pause the engine until the next `collect` or, in a thread, until `resume`; True once it is idle. `drained`: a
+        thread first finishes the samples it has begun, within `seconds`."""
         if (session := self._session) is not None:
             session.abort()
             while session.has_unfinished:
@@ -235,10 +239,10 @@ class AsyncRolloutWorker(RolloutWorker):
         return True
 
     def resume(self) -> None:
-        """At first, and after a pause; without a thread `collect` does so."""
+        """Start generating, at first and after a pause. Nothing to do here: without a thread, `collect` generates."""
 
     def unfinished(self) -> list[InFlightGroup]:
-        """Everything that was admitted and not collected, as it is now."""
+        """All groups admitted and not collected, in their current state."""
         session, running = self._session, dict(self._running)
         newer = {} if session is None else session.partials()
         so_far = {id(state): newer.get(number, []) for number, state in running.items()}
@@ -264,7 +268,7 @@ class AsyncRolloutWorker(RolloutWorker):
         return waits
 
     def spans(self) -> list[ReportedSpan]:
-        """What was generated and scored when, since the last time."""
+        """Time spans of generation and scoring since the last call."""
         return self._spans.taken()
 
     def close(self) -> None:
@@ -280,8 +284,8 @@ class AsyncRolloutWorker(RolloutWorker):
             if self.busy:
                 self.advance()
             elif self.tensor.is_rank_zero:
-                with own_heartbeat.waiting(), self._news:  # a reward has its own time limit
-                    self._news.wait_for(lambda: self.ready, LOOK_EVERY)
+                with own_heartbeat.waiting(), self._changed:  # rewards have their own timeout
+                    self._changed.wait_for(lambda: self.ready, LOOK_EVERY)
 
     def _enough(self, deadline: float | None, at_once: bool) -> bool:
         if not self.tensor.is_rank_zero:
@@ -322,7 +326,7 @@ class AsyncRolloutWorker(RolloutWorker):
         return self._session is not None and self._session.has_unfinished
 
     def advance(self, *, begin: bool = True) -> None:
-        """Generate for a moment. `begin`: also groups that wait."""
+        """Run one step of the engine. `begin`: first start the waiting groups."""
         began = time.monotonic()
         with self._spans.during(GENERATING):
             session = self._open()
@@ -333,7 +337,7 @@ class AsyncRolloutWorker(RolloutWorker):
         self._seconds += time.monotonic() - began
 
     def _withdraw(self) -> None:
-        """Take back groups of which the engine has generated nothing since it got them."""
+        """Take back groups for which the engine has generated nothing since they were added."""
         if (session := self._session) is None:
             return
         lengths = session.output_lengths()
@@ -349,7 +353,7 @@ class AsyncRolloutWorker(RolloutWorker):
             self._waiting.extendleft(reversed([self._running.pop(number) for number in waiting]))
 
     def _abandon(self) -> None:
-        """After the engine has failed: what it has generated so far is kept."""
+        """After a failure of the engine: keep the tokens generated so far and close the session."""
         if (session := self._session) is not None:
             for number, trajectories in session.partials().items():
                 for own in by_sample(trajectories).values():
@@ -379,8 +383,8 @@ class AsyncRolloutWorker(RolloutWorker):
         self._read_again += tokens_of(state.open)
 
     def _take(self, session: Session, rollouts: Sequence[Trajectory]) -> None:
-        """Of an episode all sequences come together. Tokens are counted before a group can be collected by another
-        thread, so that a group's own are never missing from the count."""
+        """Store finished or aborted samples. All sequences of an episode arrive together. Tokens are counted before
+        another thread can collect the group, so that the count always includes the collected group's tokens."""
         found: dict[tuple[int, int], list[Trajectory]] = {}
         for rollout in rollouts:
             found.setdefault((rollout.prompt, rollout.sample), []).append(rollout.stored())
@@ -399,60 +403,62 @@ class AsyncRolloutWorker(RolloutWorker):
         failed = failed_groups(rollout for rollout in finished if rollout.finish == "failed")
         if failed:
             episodes = sum(group.episodes for group in failed)
-            with self._news:
+            with self._changed:
                 self._failed.append(FailedGroup(state.group.place, failed[0].problem, episodes))
-                self._news.notify_all()
+                self._changed.notify_all()
         else:
             self._scorer.submit(state.group.place, state.question, finished)
 
 
 class ThreadedRolloutWorker(AsyncRolloutWorker):
-    """`collect` only waits, and nothing is generated before the first `resume`. A caller waits at most until the thread
-    is between two steps of the engine. What fails in the thread is raised in the next call."""
+    """A worker with a thread that generates from the first `resume` on; `collect` only waits for results.
+
+    A caller waits at most for one step of the engine. A failure in the thread is raised by the next call.
+    """
 
     def __init__(self, *arguments: Any, **more: Any):
         super().__init__(*arguments, **more)
-        self._paused = True  # as the caller wants it
+        self._paused = True  # the state requested by the caller
         self._drained = self._closed = False
-        self._idle = True  # the engine is free
+        self._idle = True  # no step of the engine runs
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="writing", daemon=True)
 
     def admit(self, admission: Admission, *, sampling: SamplingParams) -> None:
-        with self._news:
+        with self._changed:
             super().admit(admission, sampling=sampling)
             if self._thread.ident is None:
                 self._thread.start()
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def _generate(self, deadline: float | None, at_once: bool) -> None:
-        with own_heartbeat.waiting(), self._news:  # the loop has a limit for it
+        with own_heartbeat.waiting(), self._changed:  # the loop's watchdog bounds this wait
             while not (self._failure is not None or self._enough(deadline, True)):
-                self._news.wait(LOOK_EVERY)
+                self._changed.wait(LOOK_EVERY)
         self._check()
 
     def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
         """Wait at most `seconds` for the engine to be free; `pause` can be called again."""
-        with self._news:
+        with self._changed:
             self._paused, self._drained = True, drained
-            self._news.notify_all()
-            free = self._news.wait_for(lambda: self._idle, seconds)
-        if not isinstance(self._failure, OutOfMemory):  # after which the engine is free
+            self._changed.notify_all()
+            free = self._changed.wait_for(lambda: self._idle, seconds)
+        if not isinstance(self._failure, OutOfMemory):  # out of memory has closed the session: the engine is idle
             self._check()
         return free
 
     def resume(self) -> None:
-        with self._news:
+        with self._changed:
             self._paused = False
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def _end(self) -> None:
-        with self._news:
+        with self._changed:
             self._closed = True
-            self._news.notify_all()
+            self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join(TO_END)
-        if not self._thread.is_alive() and self._failure is None:  # else the session is in use, or broken
+        if not self._thread.is_alive() and self._failure is None:  # otherwise the session is in use, or broken
             super()._end()
 
     def _check(self) -> None:
@@ -464,7 +470,7 @@ class ThreadedRolloutWorker(AsyncRolloutWorker):
     def _work(self) -> None:
         try:
             with memory_guard():
-                while (pausing := self._next_wish()) is not None:
+                while (pausing := self._next_action()) is not None:
                     if pausing:
                         self._pause_engine()
                     else:
@@ -472,16 +478,16 @@ class ThreadedRolloutWorker(AsyncRolloutWorker):
         except BaseException as error:
             if isinstance(error, OutOfMemory):
                 self._abandon()
-            with self._news:
+            with self._changed:
                 self._failure, self._idle = error, True
-                self._news.notify_all()
+                self._changed.notify_all()
 
-    def _next_wish(self) -> bool | None:
-        """When there is something to do: whether that is to pause. None: to end."""
-        with self._news:
+    def _next_action(self) -> bool | None:
+        """Wait for work; True: pause, False: generate, None: end the thread."""
+        with self._changed:
             if not self._has_work():
                 own_heartbeat.rest()
-                self._news.wait_for(self._has_work)
+                self._changed.wait_for(self._has_work)
             if self._closed:
                 return None
             if not self._paused:
@@ -499,7 +505,7 @@ class ThreadedRolloutWorker(AsyncRolloutWorker):
             if not self._paused:
                 return
         super().pause()
-        with self._news:
+        with self._changed:
             own_heartbeat.rest()
             self._idle = True
-            self._news.notify_all()
+            self._changed.notify_all()

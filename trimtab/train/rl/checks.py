@@ -1,5 +1,4 @@
-"""Checks of an RL run: options and data that are refused before it begins, and alarms of an iteration, which are shown
-while the run works and in its report."""
+"""Checks of an RL run: options and data refused before it starts, and alarms on the metrics of an iteration."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -24,8 +23,8 @@ from trimtab.train.launch import check_processes
 from trimtab.train.rl.source import Recording
 
 MUCH_KL = 1.0  # nats a token: the policy no longer resembles the reference
-LITTLE_ENTROPY = 0.1  # of what it was in the first iteration
-NEARLY_ALL = 0.9  # of the way from the worst reward to the best: sure of itself, and right to be
+LITTLE_ENTROPY = 0.1  # of the entropy in the first iteration
+NEARLY_ALL = 0.9  # of the way from the worst reward to the best: low entropy is then no alarm
 MANY_TRUNCATED = 0.5
 MUCH_GAP = 0.05  # nats, mean over tokens
 RATIO_OFF = 0.02
@@ -33,13 +32,13 @@ MANY_CORRECTED = 0.2  # of the tokens
 MANY_FAILURES = 0.5  # of the tool calls
 MANY_CUT_OFF = 0.5  # of the episodes
 MANY_EMPTY = 0.5  # of the samples
-OLD_IN_A_ROW = 3  # iterations whose oldest answers were as old as may be
+OLD_IN_A_ROW = 3  # consecutive iterations at the staleness bound
 
 
 def alarms(row: dict, first_entropy: float, at_bound: int = 0) -> Iterator[str]:
-    """`first_entropy`: the first iteration's entropy, in nats a token; `at_bound`: in how many iterations in a row the
-    oldest answers were as old as may be."""
-    taught = "teacher_kl" in row  # a teacher rewards every token, whatever the answers are worth
+    """Alarms of an iteration's row; `first_entropy`: of the first iteration, in nats a token; `at_bound`: the number of
+    consecutive iterations whose oldest answers were at the staleness bound."""
+    taught = "teacher_kl" in row  # a teacher rewards every token, so equal rewards of answers are normal
     if row["reward_std"] == 0 and not taught:
         yield "all rewards are equal: there is nothing to learn from; look at the reward and at a few answers"
     elif row["equal_groups"] == 1 and not taught:
@@ -55,7 +54,7 @@ def alarms(row: dict, first_entropy: float, at_bound: int = 0) -> Iterator[str]:
     if (cut := row.get("finish/length", row["truncated"])) > MANY_TRUNCATED:
         yield f"{cut:.0%} of the answers end at --generate_max_len: raise it, or reward shorter ones"
     gap, ratio = row.get("log_prob_gap", 0.0), row.get("log_prob_ratio", 1.0)
-    older = "age" in row  # than the policy that learns from it: then a gap is expected, but of what that policy drew
+    older = "age" in row  # sampled by older weights: a gap is expected, except on tokens of the current weights
     if (fresh := row.get("log_prob_gap_fresh", 0.0)) > MUCH_GAP:
         yield (
             f"sampled and trained log-probs of the same weights drift apart (mean difference {fresh:.3f} nats): the "
@@ -72,7 +71,7 @@ def alarms(row: dict, first_entropy: float, at_bound: int = 0) -> Iterator[str]:
             f"{corrected:.0%} of the tokens are weighed by a tenth or more: "
             f"{why if older else 'what is sampled is not what is trained'}"
         )
-    yield from _of_episodes(row)
+    yield from _episode_alarms(row)
     if at_bound >= OLD_IN_A_ROW:
         yield (
             f"in {at_bound} iterations running the oldest answers were {row['age_max']:.0f} iterations old, the most "
@@ -80,7 +79,7 @@ def alarms(row: dict, first_entropy: float, at_bound: int = 0) -> Iterator[str]:
         )
 
 
-def _of_episodes(row: dict) -> Iterator[str]:
+def _episode_alarms(row: dict) -> Iterator[str]:
     if (empty := row.get("empty_samples", 0)) > MANY_EMPTY * row.get("samples", 0):
         yield (
             f"{empty:.0f} of {row['samples']} samples have no token that the model drew: they teach nothing; look at "
@@ -97,11 +96,11 @@ def _of_episodes(row: dict) -> Iterator[str]:
             yield f"{share:.0%} of the episodes end at {option}: raise it, or reward shorter ones"
 
 
-# ---- refused before anything slow is done
+# ---- checks before anything slow is done
 
 
 def check_shares(options: RLOptions, units: Iterable[Unit]) -> None:
-    """Refuse models that cannot be shared out among their processes. Whoever starts these does not know the options."""
+    """Refuse models that cannot be split over their processes, whose number an outside launcher may have chosen."""
     for unit in units:
         if unit.apart:
             continue
@@ -113,7 +112,7 @@ def check_shares(options: RLOptions, units: Iterable[Unit]) -> None:
 
 
 def check_model(model: PackedModel, options: RLOptions, stores: dict[str, PromptDataset]) -> None:
-    """Refuse a model this job cannot train, in one line."""
+    """Refuse a model that this job cannot train."""
     config, name = model.config.get_text_config(), type(model.inner).__name__
     prompt = max(int(store.lengths.max()) for store in stores.values())
     longest = prompt + options.generate_max_len
@@ -136,7 +135,7 @@ def check_model(model: PackedModel, options: RLOptions, stores: dict[str, Prompt
 
 
 def check_episodes(options: RLOptions, room: int | None, name: str) -> None:
-    """Of a model with a context of so many tokens, if that is known."""
+    """Refuse episodes longer than the model's context of `room` tokens (None: unknown), or shorter than one turn."""
     longest = options.episode_max_len
     assert longest is not None, "settled"
     if room is not None and longest > room:
@@ -149,7 +148,7 @@ def check_episodes(options: RLOptions, room: int | None, name: str) -> None:
 
 
 def check_drop_last(order: SampleOrder, options: RLOptions) -> None:
-    """Refuse to leave out everything."""
+    """Refuse --drop_last where it would drop all prompts."""
     if not order.samples_per_epoch:
         raise UserError(
             f"--drop_last leaves out all {order.samples} prompts: they do not fill an iteration, which takes "
@@ -158,14 +157,14 @@ def check_drop_last(order: SampleOrder, options: RLOptions) -> None:
 
 
 def check_teacher(options: RLOptions, tokenizer: Any) -> None:
-    """A teacher judges the policy's tokens, so they must mean the same to it."""
+    """Refuse a teacher with another tokenizer: it scores the policy's token ids."""
     assert options.teacher_model is not None
     if not _reads_tokens(options.teacher_model, "--teacher_model", options, tokenizer):
         raise UserError(f"--teacher_model {options.teacher_model}: its tokenizer is not --pretrain's; use one that is")
 
 
 def critic_start(options: RLOptions, tokenizer: Any) -> tuple[str, str | None]:
-    """The model that the critic starts from, and what there is to say of the choice. It reads the policy's tokens."""
+    """The model that initializes the critic, and a note on the choice. It must share the policy's tokenizer."""
     if name := options.critic_pretrain:
         if not _reads_tokens(name, "--critic_pretrain", options, tokenizer):
             raise UserError(f"--critic_pretrain {name}: its tokenizer is not --pretrain's; use one that is")
@@ -177,18 +176,18 @@ def critic_start(options: RLOptions, tokenizer: Any) -> tuple[str, str | None]:
 
 
 def first_reward(options: RLOptions) -> str | None:
-    """The first reward model."""
+    """The name of the first reward model, if any."""
     return options.reward_pretrain.split(",")[0].strip() if options.reward_pretrain else None
 
 
 def _reads_tokens(name: str, flag: str, options: RLOptions, tokenizer: Any) -> bool:
-    """Whether the policy's tokens mean the same to this model."""
+    """Whether the model `name` has the policy's tokenizer."""
     theirs = load_tokenizer(name, disable_fast=options.disable_fast_tokenizer, flag=flag)
     return name == options.pretrain or same_tokenizer(tokenizer, theirs)
 
 
 def check_places(options: RLOptions) -> None:
-    """Before anything slow: are the models there, can they be split as asked, and can their successors be written?"""
+    """Check that the models exist, that they can be split as asked, and that the output folders can be written."""
     models: list[tuple[str, str | None]] = [("pretrain", options.pretrain)]
     models += [("critic_pretrain", options.critic_pretrain), ("teacher_model", options.teacher_model)]
     models += [("reward_pretrain", name.strip()) for name in (options.reward_pretrain or "").split(",")]
@@ -203,7 +202,7 @@ def check_places(options: RLOptions) -> None:
 
 
 def places_written(options: RLOptions) -> dict[str, str]:
-    """The folders that a run writes to, by their options."""
+    """The folders that a run writes to, by option."""
     places = {"save_path": options.save_path, "ckpt_path": options.ckpt_path, "record": options.record}
     places |= {"use_tensorboard": options.use_tensorboard, "use_visualdl": options.use_visualdl}
     if isinstance(options, TailOptions):
@@ -220,14 +219,14 @@ SHARED = ("save_path", "ckpt_path")
 def locations_of(options: RLOptions) -> RunPaths:
     written = places_written(options) | {"ckpt_path": options.checkpoint_folder}
     return RunPaths(
-        read=[(flag, path) for flag, path in _named(options) if os.path.exists(os.path.expanduser(path))],
+        read=[(flag, path) for flag, path in _named_sources(options) if os.path.exists(os.path.expanduser(path))],
         written=[(flag, path) for flag, path in written.items() if flag not in SHARED],
         shared=[(flag, written[flag]) for flag in SHARED],
     )
 
 
-def _named(options: RLOptions) -> Iterator[tuple[str, str]]:
-    """Paths, and names of the hub, which are nowhere here."""
+def _named_sources(options: RLOptions) -> Iterator[tuple[str, str]]:
+    """Models, data and code that the options name: local paths and hub names alike."""
     models = {"pretrain": options.pretrain, "critic_pretrain": options.critic_pretrain}
     models |= {"teacher_model": options.teacher_model, "reward_pretrain": options.reward_pretrain}
     for flag, names in models.items():

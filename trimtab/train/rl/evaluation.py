@@ -1,9 +1,9 @@
-"""How good is the policy? Samples on the prompts of --eval_dataset, scored by the same reward.
+"""Evaluation of the policy: samples on the prompts of --eval_dataset, scored by the training reward.
 
 pass_1    mean score of a sample           pass_n    mean over prompts of the best of n samples
-binary    every score is 0 or 1: then, and only then, they are rates of success
+binary    every score is 0 or 1, so that the means are success rates
 
-Figures over all prompts have 95 % intervals, _low and _high, which speak of new prompts.
+Figures over all prompts have 95 % intervals, _low and _high, for the mean over new prompts.
 """
 
 import math
@@ -19,17 +19,16 @@ from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_client import EnvironmentFailed, RolloutClient
 from trimtab.train.rl.rollout_files import episode_figures, of_evaluation
 
-SEED = 0x5EED  # the same samples' streams in every evaluation, so that two differ by the policy alone
+SEED = 0x5EED  # the same random streams in every evaluation, so that two differ only by the policy
 
 
 class Evaluation:
     def __init__(self, store: PromptDataset, sampling: SamplingParams):
         self.store, self.sampling = store, sampling
-        self.shown: Experience | None = None  # of the last evaluation: the answers to its first prompts
+        self.shown: Experience | None = None  # answers to the first prompts in the last evaluation
 
     def run(self, client: RolloutClient) -> dict[str, float] | None:
-        """Figures over all prompts, and over those of each data source where there are several. None: the answers were
-        given up."""
+        """Figures over all prompts, and per data source if there are several. None: a stop was requested."""
         requests = [(row, request_seed(SEED, row)) for row in range(len(self.store))]
         asked = client.ask(requests, "evaluation", self.sampling)
         if asked is None:
@@ -53,7 +52,7 @@ class Evaluation:
             figures["eval_failed_episodes"] = float(sum(group.episodes for group in asked.failed))
             found = episode_figures(experience)
             figures |= {f"eval_{name}": value for name, value in found.items() if name not in CLOCK_FIELDS}
-        answered = experience.rows_S[experience.firsts_G].tolist()  # all, unless an environment has failed
+        answered = experience.rows_S[experience.firsts_G].tolist()  # all prompts unless an environment failed
         sources = np.array([self.store.source(row) for row in answered])
         for source in dict.fromkeys(sources.tolist()) if len(set(sources)) > 1 else ():
             chosen = sources == source
@@ -64,8 +63,8 @@ class Evaluation:
 
 
 def with_interval(name: str, values: np.ndarray, prompts: np.ndarray) -> dict[str, float]:
-    """The mean over answers and its 95 % interval for new prompts; `prompts`: which one each is an answer to. A part
-    that does not apply to an answer is NaN."""
+    """The mean over answers and its 95 % interval for new prompts; `prompts`: the prompt of each answer. NaN values (a
+    reward part that does not apply to an answer) are left out."""
     known = ~np.isnan(values)
     if not known.any():
         return {}

@@ -1,15 +1,14 @@
-"""The experience of an iteration: what was sampled, and what each stage of the loop adds to it.
+"""The experience of an iteration: the sampled trajectories and the columns that each stage of the loop adds.
 
-S samples, those of a prompt one after another (a group, of any size), lie in flat columns over all their T tokens: a
-prompt, and after it tokens of the model and, in conversations with tools or users, of the environment. Columns over the
-N tokens that the model drew itself (`drawn_T`) have nothing of prompts and observations. Nothing is padded,
+S samples, ordered by prompt (the samples of a prompt are a group, of any size), are stored in flat columns over all
+their T tokens: the prompt, then tokens of the model and, in conversations with tools or users, of the environment.
+Columns over the N tokens that the model sampled (`drawn_T`) leave out prompts and observations. Nothing is padded,
 re-tokenized or derived twice: micro-batches are slices of these columns.
 
-An answer is one sample, and so is an episode with an environment. Only an episode whose history was rewritten on the
-way is several, its *branches*, one after another; every drawn token is in one of them as drawn. E counts answers and
-episodes, each once; everything about rewards is per answer or episode. A branch may be continued after another was
-begun: then the order of the columns is not the order of time, which decides which rewards and KL are still to come
-(`TimeOrder`).
+An answer is one sample, and so is an episode with an environment. Only an episode whose history was rewritten has
+several samples, its *branches*, one after another; every sampled token is in exactly one of them. E counts answers and
+episodes, each once; rewards are per answer or episode. A branch may be continued after another was begun. The columns
+are then not in the order of time, which decides which rewards and KL terms lie in a token's future (`TimeOrder`).
 """
 
 import itertools
@@ -31,10 +30,12 @@ from trimtab.rollout.trajectory import Trajectory, flatten
 
 @dataclass
 class Trajectories:
+    """Tokens of S samples in flat columns, and where each sample lies in them."""
+
     ids_T: Tensor  # int32
     drawn_T: Tensor
     prompt_lengths_S: Tensor
-    sequence_lengths_S: Tensor  # of prompt and all that follows
+    sequence_lengths_S: Tensor  # prompt and response
 
     def __len__(self) -> int:
         return len(self.sequence_lengths_S)
@@ -48,18 +49,18 @@ class Trajectories:
         return self._response(i).tolist()
 
     def response_bytes(self, i: int) -> bytes:
-        """The same of equal responses, and of no others."""
+        """The response's token ids as bytes: a key that is equal exactly for equal responses."""
         return self._response(i).tobytes()
 
     def _response(self, i: int) -> np.ndarray:
         return self.ids_T.numpy()[self._responses[i]]
 
     def drawn(self, i: int) -> Tensor:
-        """Which tokens of the response the model drew."""
+        """Which tokens of the response the model sampled."""
         start, length = int(self.offsets_S[i]), int(self.sequence_lengths_S[i])
         return self.drawn_T[start + int(self.prompt_lengths_S[i]) : start + length]
 
-    # ---- where things lie
+    # ---- offsets
 
     @cached_property
     def _responses(self) -> list[slice]:
@@ -67,44 +68,44 @@ class Trajectories:
 
     @cached_property
     def offsets_S(self) -> Tensor:
-        """Where in the columns over all tokens a sequence begins."""
+        """Start of each sequence in the columns over all tokens."""
         return self.sequence_lengths_S.cumsum(0) - self.sequence_lengths_S
 
     @cached_property
     def lengths_S(self) -> Tensor:
-        """How many tokens the model drew."""
+        """Number of tokens that the model sampled."""
         return block_sums(self.drawn_T, self.sequence_lengths_S)
 
     @cached_property
     def starts_S(self) -> Tensor:
-        """Where in the columns over drawn tokens those of a sequence begin."""
+        """Start of each sequence in the columns over sampled tokens."""
         return self.lengths_S.cumsum(0) - self.lengths_S
 
     @cached_property
     def owners_N(self) -> Tensor:
-        """Which sample a drawn token belongs to."""
+        """The sample of each sampled token."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths_S)
 
     @cached_property
     def remaining_N(self) -> Tensor:
-        """How many drawn tokens of the same sample follow."""
+        """Number of later sampled tokens in the same sample."""
         last_N = torch.repeat_interleave(self.starts_S + self.lengths_S - 1, self.lengths_S)
         return last_N.sub_(torch.arange(len(last_N)))
 
     def tokens_of(self, samples: Sequence[int]) -> Tensor:
-        """Where the drawn tokens of these samples lie in the columns over them, in the samples' order."""
+        """Indices of these samples' tokens in the columns over sampled tokens, in the samples' order."""
         places = torch.arange(len(self.owners_N))
         return joined(places, self.drawn_of(torch.as_tensor(samples, dtype=torch.int64)))
 
     def drawn_of(self, samples: Tensor) -> list[slice]:
-        """The same places, as runs."""
+        """The same indices as slices."""
         return runs(self.starts_S[samples], self.lengths_S[samples])
 
-    # ---- how they are cut into passes
+    # ---- for micro-batches
 
     @cached_property
     def prompts(self) -> list[int]:
-        """A number of each sample's prompt, the same for equal prompts."""
+        """A number for each sample's prompt, the same for equal prompts."""
         known: dict[bytes, int] = {}
         ids = self.ids_T.numpy()
         spans = zip(self.offsets_S.tolist(), self.prompt_lengths_S.tolist())
@@ -112,7 +113,7 @@ class Trajectories:
 
     @cached_property
     def costs(self) -> list[tuple[int, int, int]]:
-        """Of each sample: its prompt's number, the prompt's tokens, and the response's."""
+        """For each sample: the number of its prompt, the prompt's length and the response's length."""
         after = (self.sequence_lengths_S - self.prompt_lengths_S).tolist()
         return list(zip(self.prompts, self.prompt_lengths_S.tolist(), after))
 
@@ -131,7 +132,7 @@ def runs(starts_S: Tensor, lengths_S: Tensor) -> list[slice]:
 
 
 def joined(column: Tensor, runs: list[slice]) -> Tensor:
-    """These runs of a column, one after another."""
+    """Concatenate these slices of a column."""
     values = column.numpy()
     return torch.from_numpy(np.concatenate([values[run] for run in runs])) if runs else column[:0]
 
@@ -140,9 +141,9 @@ def joined(column: Tensor, runs: list[slice]) -> Tensor:
 
 
 FINISHES = ("stop", "length", "abort", "context", "turns", "truncated", "failed")
-# Those of answers and episodes that something outside them has cut off, by their places above.
+# Indices of the finish reasons of answers and episodes that a limit cut off.
 CUT_OFF = [FINISHES.index(finish) for finish in ("length", "context", "turns", "truncated")]
-# The columns that hold a list for each sample, and what is in the lists.
+# Columns that hold a list for each sample, and the dtype of its items on disk.
 LISTS = {"step_tokens": torch.int64, "step_scores": torch.float64}
 
 
@@ -151,26 +152,26 @@ class Experience(Trajectories):
     rows_S: Tensor  # which row of the prompt data
     groups_S: Tensor  # which group: 0, 1, 2 and so on, in order
     finishes_S: Tensor  # index into FINISHES
-    sampled_N: Tensor  # log-probs as they were drawn
+    sampled_N: Tensor  # log-probs under the engine at sampling time
     rewards_S: Tensor
-    scores_S: Tensor  # what dynamic filtering looks at
-    logs: dict[str, Tensor] = field(default_factory=dict)  # other figures of the samples, from the rewards
-    versions_N: Tensor | None = None  # int32: of the weights that drew each token
-    branches_S: Tensor | None = None  # which branch of its episode: 0, 1, 2 and so on; None: all are the only ones
-    episodes: list[Episode] | None = None  # of an environment, for each sample: who said what; branches share it
-    # of a process reward, a list for each sample
-    step_tokens: list[list[int]] | None = None  # which of the sample's drawn tokens ends each step
+    scores_S: Tensor  # used by dynamic filtering and evaluation
+    logs: dict[str, Tensor] = field(default_factory=dict)  # further values per sample that rewards return
+    versions_N: Tensor | None = None  # int32: policy version that sampled each token
+    branches_S: Tensor | None = None  # index of the branch in its episode; None: every sample is a whole answer
+    episodes: list[Episode] | None = None  # record of each sample's episode; branches share it
+    # process rewards: a list for each sample
+    step_tokens: list[list[int]] | None = None  # index among the sample's sampled tokens at which each step ends
     step_scores: list[list[float]] | None = None
-    # what scoring adds
-    old_N: Tensor | None = None  # log-probs of the policy that the updates start from
-    fresh_N: Tensor | None = None  # where others may be older: 1 if that policy drew the token itself, else 0
+    # added by scoring
+    old_N: Tensor | None = None  # log-probs of the policy before the iteration's updates
+    fresh_N: Tensor | None = None  # asynchronous runs: 1 if that policy sampled the token itself, 0 if an older one did
     reference_N: Tensor | None = None
     teacher_N: Tensor | None = None  # log-probs of a teacher
     values_N: Tensor | None = None
     after_N: Tensor | None = None  # values after each token of samples that were cut off, 0 in the others
-    policy_N: Tensor | None = None  # of a proposal's answers: log-probs of the policy
-    twist_N: Tensor | None = None  # of a proposal's answers: its log psi
-    # what shaping adds
+    policy_N: Tensor | None = None  # for a proposal's samples: log-probs of the policy
+    twist_N: Tensor | None = None  # for a proposal's samples: its log psi
+    # added by compute_advantages
     advantages_N: Tensor | None = None
     returns_N: Tensor | None = None
 
@@ -178,8 +179,10 @@ class Experience(Trajectories):
     def of(
         cls, rows: Sequence[int], rollouts: Sequence[Trajectory], result: RewardResult | None = None
     ) -> "Experience":
-        """Samples of one call of an engine; `result`: their rewards, if they are known. Where they are not in the order
-        of their prompts, `take` puts them in it."""
+        """Experience from the samples of one engine call; `result`: their rewards, if known.
+
+        Samples that are not ordered by prompt must be reordered with `take`.
+        """
         flat = flatten(rollouts, prompts=True)
         prompt_lengths_S = torch.tensor([len(r.prompt_ids) for r in rollouts])
         experience = cls(
@@ -194,11 +197,11 @@ class Experience(Trajectories):
             torch.zeros(len(rows)),
             torch.zeros(len(rows)),
         )
-        drawn_tokens = int(np.count_nonzero(experience.drawn_T.numpy()))  # which torch counts in fifty times as long
-        assert len(experience.sampled_N) == drawn_tokens, "a log-prob for every token that was drawn"
+        drawn_tokens = int(np.count_nonzero(experience.drawn_T.numpy()))  # torch's count takes fifty times as long
+        assert len(experience.sampled_N) == drawn_tokens, "a log-prob for every sampled token"
         if flat.versions_N is not None:
             experience.versions_N = torch.from_numpy(flat.versions_N)
-            assert len(experience.versions_N) == len(experience.sampled_N), "a version for every token that was drawn"
+            assert len(experience.versions_N) == len(experience.sampled_N), "a version for every sampled token"
         if any(r.branch for r in rollouts):
             pairs = itertools.pairwise((r.prompt, r.sample, r.branch) for r in rollouts)
             assert rollouts[0].branch == 0 and all(
@@ -214,14 +217,14 @@ class Experience(Trajectories):
         return experience
 
     def reward(self, result: RewardResult) -> None:
-        """One entry a sample; an episode of several branches is judged by the last, where it ends."""
+        """Set the rewards, one entry a sample; an episode of several branches gets the reward of its last one."""
         judged = self.lasts_E[self.episodes_S]
         self.rewards_S = torch.tensor(result.rewards, dtype=torch.float32)[judged]
         self.scores_S = torch.tensor(result.scores, dtype=torch.float32)[judged]
         self.logs = {name: torch.tensor(values, dtype=torch.float32)[judged] for name, values in result.logs.items()}
         if result.steps is not None:
-            # They come as places in the response. A step that ends in what the world said ends for the model at the
-            # last token that it drew before; one that it ended in an earlier branch is counted there.
+            # Step ends are positions in the response. A step that ends in an observation counts at the last sampled
+            # token before it; a step that ended in an earlier branch counts there.
             self.step_tokens, self.step_scores = [], []
             branches = [0] * len(self) if self.branches_S is None else self.branches_S.tolist()
             for i, (steps, branch) in enumerate(zip(result.steps, branches)):
@@ -233,10 +236,10 @@ class Experience(Trajectories):
 
     @classmethod
     def joined(cls, parts: Sequence["Experience"]) -> "Experience":
-        """Several rollouts as one, before anything was added to them. No group is in two of them. A figure that the
-        rewards gave in some of them only is NaN in the others."""
+        """Concatenate experiences to which no stage has added anything. Each group is in one of them only. A log value
+        missing in some parts becomes NaN there."""
         if len(parts) == 1:
-            return replace(parts[0])  # what is added to it is not added to the part
+            return replace(parts[0])  # a copy: columns added later must not appear in the part
         columns: dict[str, Any] = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
         logs = columns.pop("logs")
         lists = {name: columns.pop(name) for name in LISTS}
@@ -258,7 +261,8 @@ class Experience(Trajectories):
         return cls(**columns)
 
     def take(self, samples: Sequence[int]) -> "Experience":
-        """These samples alone; those of a group are beside each other, and no episode is without its first branch."""
+        """An experience of these samples only. A group's samples must be adjacent, and episodes need their first
+        branch."""
         chosen = torch.as_tensor(samples, dtype=torch.int64)
         runs_of = {"_T": runs(self.offsets_S[chosen], self.sequence_lengths_S[chosen]), "_N": self.drawn_of(chosen)}
         taken: dict[str, Any] = {"logs": {name: values[chosen] for name, values in self.logs.items()}}
@@ -272,7 +276,7 @@ class Experience(Trajectories):
         taken["groups_S"] = _numbered(taken["groups_S"])
         return Experience(**taken)
 
-    # ---- its groups
+    # ---- groups
 
     @property
     def groups(self) -> int:
@@ -292,28 +296,28 @@ class Experience(Trajectories):
         firsts, sizes = self.firsts_G.tolist(), self.sizes_G.tolist()
         return [firsts[group] + answer for group in groups for answer in range(sizes[group])]
 
-    # ---- its answers and episodes
+    # ---- answers and episodes
 
     @cached_property
     def episodes_S(self) -> Tensor:
-        """Which answer or episode a sample is, or is a branch of: 0, 1, 2 and so on, in order."""
+        """Index of the answer or episode that each sample is, or is a branch of."""
         if self.branches_S is None:
             return torch.arange(len(self))
         return (self.branches_S == 0).cumsum(0) - 1
 
     @cached_property
     def firsts_E(self) -> Tensor:
-        """The first branch of each."""
+        """The first branch of each answer or episode."""
         return torch.arange(len(self)) if self.branches_S is None else (self.branches_S == 0).nonzero()[:, 0]
 
     @cached_property
     def lasts_E(self) -> Tensor:
-        """The branch in which each ends."""
+        """The last branch of each answer or episode."""
         return torch.cat([self.firsts_E[1:] - 1, torch.tensor([len(self) - 1])]) if len(self) else self.firsts_E
 
     @property
     def cut_off_S(self) -> Tensor:
-        """Which samples ended because of a limit."""
+        """Which samples a limit cut off."""
         return torch.isin(self.finishes_S, torch.tensor(CUT_OFF))
 
     @property
@@ -322,35 +326,36 @@ class Experience(Trajectories):
 
     @property
     def answers_G(self) -> Tensor:
-        """How many each group has."""
+        """Number of answers in each group."""
         return torch.bincount(self.groups_E)
 
     @property
     def counts_N(self) -> Tensor:
-        """How many tokens the model drew in each token's answer or episode."""
+        """For each sampled token: the number of sampled tokens in its answer or episode."""
         return self.lengths_E[self.episodes_S[self.owners_N]]
 
     @cached_property
     def lengths_E(self) -> Tensor:
-        """How many tokens the model drew, in all branches."""
+        """Number of sampled tokens over all branches."""
         return self.lengths_S.new_zeros(len(self.firsts_E)).index_add(0, self.episodes_S, self.lengths_S)
 
     @cached_property
     def drawn_E(self) -> Tensor:
-        """In which of them the model drew a token. The others cannot be learnt from: the policy had no part in their
-        rewards, so nothing is compared with these."""
+        """Which answers and episodes have a sampled token. The policy had no influence on the rewards of the others, so
+        they are excluded from baselines."""
         return self.lengths_E > 0
 
-    # ---- what a sample is worth
+    # ---- rewards
 
     @property
     def lacks_kl(self) -> bool:
-        """Its advantages are without the KL to the reference, since the policy's log-probs come in the update."""
+        """Whether the advantages lack the KL to the reference because the policy's log-probs are computed in the
+        update."""
         return self.reference_N is not None and self.old_N is None
 
     @cached_property
     def answer_rewards_S(self) -> Tensor:
-        """What an answer is judged by as a whole: its reward and, where its steps have rewards, their mean."""
+        """Reward of the whole answer: its own reward plus, with process rewards, the mean over its steps."""
         if self.step_scores is None:
             return self.rewards_S
         found: list[list[float]] = [[] for _ in self.firsts_E]
@@ -360,7 +365,7 @@ class Experience(Trajectories):
         return self.rewards_S + means_E[self.episodes_S]
 
     def steps(self) -> tuple[Tensor, Tensor]:
-        """Of all K steps, sample after sample: their scores, and where their last tokens lie among all tokens."""
+        """Scores of all K steps, sample after sample, and the indices of their last tokens among the sampled tokens."""
         assert self.step_tokens is not None and self.step_scores is not None
         starts = self.starts_S.tolist()
         tokens = [start + token for start, found in zip(starts, self.step_tokens) for token in found]
@@ -368,7 +373,7 @@ class Experience(Trajectories):
         return torch.tensor(scores, dtype=torch.float32), torch.tensor(tokens, dtype=torch.int64)
 
     def put(self, column: str, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> None:
-        """Fill a column of tokens from (samples, their tokens' values); it is 0 in samples that are in no piece."""
+        """Fill a column over sampled tokens from (samples, values) pairs; samples in no pair get 0."""
         filled = np.zeros(len(self.sampled_N), dtype=np.float32)
         found = torch.cat([torch.zeros(0), *(values.float().cpu() for _, values in pieces)]).numpy()
         begin = 0
@@ -382,9 +387,9 @@ class Experience(Trajectories):
     # ---- on disk
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything, as named tensors."""
+        """All columns as named tensors, for safetensors."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
-        # Copies: a column may be another one under a second name, which the file format does not take.
+        # Copies, because two columns may share one tensor, which safetensors rejects.
         tensors = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
         tensors |= {f"logs/{name}": values.clone() for name, values in self.logs.items()}
         for name, dtype in LISTS.items():
@@ -399,7 +404,7 @@ class Experience(Trajectories):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "Experience":
         tensors = dict(tensors)
-        versions_S = tensors.pop("versions_S", None)  # earlier recordings have one for each sample
+        versions_S = tensors.pop("versions_S", None)  # old recordings have one version per sample
         episodes = tensors.pop("episodes", None)
         arguments: dict = {"logs": {}}
         for name in LISTS:
@@ -421,12 +426,12 @@ class Experience(Trajectories):
 
 
 def is_earlier(names: Iterable[str]) -> bool:
-    """Whether tensors of these names were written by a version that kept lists of tokens."""
+    """Whether these tensor names are of the old format with lists of tokens."""
     return "response_ids" in names
 
 
 def _numbered(groups_S: Tensor) -> Tensor:
-    """The same groups, numbered as they come."""
+    """Renumber groups 0, 1, 2 and so on, in order."""
     return groups_S.unique_consecutive(return_inverse=True)[1]
 
 
@@ -434,7 +439,7 @@ def _numbered(groups_S: Tensor) -> Tensor:
 
 
 class TimeOrder:
-    """The columns over drawn tokens as time sees them: episode after episode, whatever branch a token is in."""
+    """Reorders columns over sampled tokens: episode after episode, and by time within one, across branches."""
 
     def __init__(self, experience: Experience):
         self.experience = experience
@@ -444,21 +449,21 @@ class TimeOrder:
         return column_N if self.order_N is None else column_N[self.order_N]
 
     def back(self, sorted_N: Tensor) -> Tensor:
-        """A column of the experience from one that was sorted."""
+        """Undo `sorted`."""
         if self.order_N is None:
             return sorted_N
         return torch.empty_like(sorted_N).index_copy(0, self.order_N, sorted_N)
 
     @cached_property
     def places_N(self) -> Tensor:
-        """Where each token is when they are sorted."""
+        """Index of each token in the sorted order."""
         return self.back(torch.arange(len(self.experience.sampled_N)))
 
-    # ---- of the sorted tokens
+    # ---- columns in sorted order
 
     @property
     def owners_N(self) -> Tensor:
-        """Which episode each belongs to."""
+        """The episode of each token."""
         experience = self.experience
         if self.order_N is None:  # every sample is an answer
             return experience.owners_N
@@ -466,7 +471,7 @@ class TimeOrder:
 
     @property
     def remaining_N(self) -> Tensor:
-        """How many of the same episode follow."""
+        """Number of later tokens in the same episode."""
         if self.order_N is None:
             return self.experience.remaining_N
         lengths_E = self.experience.lengths_E
@@ -474,24 +479,24 @@ class TimeOrder:
 
 
 def _order(experience: Experience) -> Tensor:
-    """The drawn tokens in the order of time. Where no record says it, branches were drawn one after another."""
+    """Indices of the sampled tokens in the order of time. Without episode records, branches follow one another."""
     if experience.episodes is None:
         return torch.arange(len(experience.sampled_N))
     turns = TurnLayout.of(experience)
     places_N = torch.arange(len(experience.sampled_N))
     order_N = joined(places_N, runs(turns.starts_K, turns.tokens_K + 1 - turns.starts_K))
-    assert len(order_N) == len(places_N), "every drawn token is one of a turn"
+    assert len(order_N) == len(places_N), "every sampled token belongs to a turn"
     return order_N
 
 
 @dataclass
 class TurnLayout:
-    """The K turns of the model in all episodes, in the order of time."""
+    """The model's K turns in all episodes, in the order of time."""
 
     rewards_K: Tensor
     episodes_K: Tensor  # which answer or episode
-    starts_K: Tensor  # its first token in the columns over drawn tokens
-    tokens_K: Tensor  # its last one
+    starts_K: Tensor  # first token, in the columns over sampled tokens
+    tokens_K: Tensor  # last token
 
     @classmethod
     def of(cls, experience: Experience) -> "TurnLayout":
@@ -505,6 +510,6 @@ class TurnLayout:
         rewards, episodes, starts, ends = zip(*found) if found else ((), (), (), ())
         drawn_before = F.pad(experience.drawn_T.cumsum(0), (1, 0))
         starts_K, ends_K = (drawn_before[torch.tensor(places, dtype=torch.int64)] for places in (starts, ends))
-        assert bool((starts_K < ends_K).all()), "a turn has drawn something"
+        assert bool((starts_K < ends_K).all()), "a turn has at least one sampled token"
         episodes_K = torch.tensor(episodes, dtype=torch.int64)
         return cls(torch.tensor(rewards, dtype=torch.float32), episodes_K, starts_K, ends_K - 1)

@@ -1,9 +1,9 @@
-"""What an RL run leaves on disk: its description, metrics, a few answers of every iteration, checkpoints, models.
+"""The files of an RL run: description, metrics, a few answers of every iteration, checkpoints and models.
 
 save_path/    the policy as a Hugging Face folder, options.yaml, manifest.json, metrics.jsonl, rollouts.jsonl,
               tokens.jsonl, critic/ with --save_value_network, ledger.jsonl with --async_train
 ckpt_path/    global_stepN/ with actor/, critic/ or proposal/, experience/ if the run was stopped inside an iteration,
-              and ahead/ with the answers of an asynchronous run that are not trained yet
+              and ahead/ with the untrained groups of an asynchronous run
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -41,21 +41,23 @@ from trimtab.train.rl.rollout_files import (
 from trimtab.train.run_directory import RunDirectory, SpaceWatch, adam_bytes, compare_manifests
 
 LEARNERS = ("actor", "critic", "proposal")
-OF_THE_LOOP = ("experience", "ahead")
+LOOP_FOLDERS = ("experience", "ahead")
 SHOWN_CHARACTERS = 4000  # of a prompt or an answer in rollouts.jsonl
 
 
 @dataclass
 class Checkpoint:
-    """What a run resumes from."""
+    """The state from which a run resumes."""
 
     iteration: int
     roles: Any
-    tensors: dict[str, dict[str, Tensor]]  # what the loop holds besides models, by folder
-    state: dict[str, Any]  # the rest of that
+    tensors: dict[str, dict[str, Tensor]]  # the loop's tensors besides models, by folder
+    state: dict[str, Any]  # the loop's state besides tensors
 
 
 class RunFiles:
+    """Reads and writes all files of an RL run."""
+
     def __init__(
         self,
         options: RLOptions,
@@ -75,11 +77,11 @@ class RunFiles:
         )
         self._log: RunLog | None = None
         self._ledger: MetricsFile | None = None
-        self._answers = 0  # the last one of an iteration that was kept
+        self._answers = 0  # index of the last saved answer of the iteration
         self._texts = TokenTexts(tokenizer)
         self.time_line = TimeLine()
 
-    # ---- while the run works
+    # ---- logs
 
     def open(self, start: int, roles: Any, *, resumed: bool) -> None:
         self.run_directory.describe()
@@ -116,8 +118,7 @@ class RunFiles:
         self._log.write(row)
 
     def keep_samples(self, iteration: int, experience: Experience) -> None:
-        """The best and the worst answers of an iteration and a few whole groups, so that a person can see what is
-        rewarded."""
+        """Save the best and worst answers of an iteration and a few whole groups, to show what is rewarded."""
         if not self.options.save_rollouts:
             return
         extremes = best_and_worst(experience, self.options.save_rollouts)
@@ -126,7 +127,7 @@ class RunFiles:
         self._keep(iteration, experience, chosen, "train", extremes, set(grouped))
 
     def keep_evaluation(self, iteration: int, experience: Experience) -> None:
-        """The answers to the first prompts of the evaluation, the same ones every time."""
+        """Save the answers to the first prompts of the evaluation, the same prompts every time."""
         if self.options.save_rollouts:
             everything = experience.lasts_E.tolist()
             self._keep(iteration, experience, everything, "evaluation", {}, set(everything))
@@ -159,7 +160,7 @@ class RunFiles:
                         **sample_fields(experience, i),
                         "tokens": int(experience.lengths_S[i]),
                         "finish": FINISHES[experience.finishes_S[i]],
-                        **self._played(experience, i),
+                        **self._episode_fields(experience, i),
                         "kept": extremes.get(i),
                         "group": store if i in grouped else None,
                     }
@@ -169,7 +170,7 @@ class RunFiles:
             self._log.show(kept)
 
     @staticmethod
-    def _played(experience: Experience, i: int) -> dict[str, Any]:
+    def _episode_fields(experience: Experience, i: int) -> dict[str, Any]:
         if experience.episodes is None:
             return {}
         episode = experience.episodes[i]
@@ -179,13 +180,13 @@ class RunFiles:
         }
 
     def keep_places(self, iteration: int, settled: dict[str, list[int]] | None) -> None:
-        """ledger.jsonl: which places of the data an iteration has trained, and which were filtered before it."""
+        """Append to ledger.jsonl the places that an iteration has trained, and those filtered before it."""
         if self._ledger is not None and settled is not None and iteration > self._ledger.last:
             with writing(f"--save_path {self.folder}: cannot write there"):
                 self._ledger.write({"iteration": iteration, **settled})
 
     def clock(self, seconds: dict[str, float], tokens: int, passes: int, memory_gib: float) -> dict[str, float]:
-        """The fields of a row that two equal runs may differ in."""
+        """Timing and memory columns, which may differ between two equal runs."""
         whole = sum(seconds.values())
         return {
             "seconds": whole,
@@ -205,19 +206,18 @@ class RunFiles:
             if self._ledger is not None:
                 self._ledger.close()
 
-    # ---- to go on from
+    # ---- checkpoints
 
     @contextmanager
     def saving_on_failure(self, checkpoint: Callable[[], Checkpoint]) -> Iterator[None]:
-        """Around the iterations: where a reward, an environment, memory or a disk fails, the run ends with a line that
-        names a checkpoint to go on from."""
+        """On failure of a reward, an environment, memory or a disk, save a checkpoint and name it in the error."""
         try:
             yield
         except CannotWrite as error:
             raise UserError(f"{error}; {self.rescue(checkpoint())}") from error
         except (RewardFailed, EnvironmentFailed, InsufficientMemory, RolloutStalled) as error:
             try:
-                # After a lack of memory what processes hold together can be saved in parts, but not gathered.
+                # After out-of-memory, sharded weights can be saved as shards, but gathering them might fail again.
                 where = resume_line(self.save(checkpoint(), export=not isinstance(error, InsufficientMemory)))
             except CannotWrite:
                 where = self.rescue(checkpoint())
@@ -226,7 +226,7 @@ class RunFiles:
             self.close()
 
     def save(self, checkpoint: Checkpoint, *, export: bool = True) -> Path | None:
-        """`export`: with --save_hf_ckpt the models too."""
+        """Save a checkpoint; `export`: with --save_hf_ckpt, export the models too."""
         self.check_finite(checkpoint.roles)
         models = None
         if export and self.options.save_hf_ckpt:
@@ -238,17 +238,17 @@ class RunFiles:
         return None
 
     def rescue(self, checkpoint: Checkpoint) -> str:
-        """The same after a disk failed: wherever there is room; where that is, in words."""
+        """Save the checkpoint on another disk after one failed; returns a message with the place."""
         self.check_finite(checkpoint.roles)
         return self.checkpoints.rescue(checkpoint.iteration, *self._contents(checkpoint))
 
     def _contents(self, checkpoint: Checkpoint) -> tuple[Callable[[Path], None], dict]:
-        """What writes its tensors, and the rest of it."""
+        """A function that writes the checkpoint's tensors, and its state."""
         step, roles = checkpoint.iteration, checkpoint.roles
         learners = _learners(roles)
         random = {
             name: {str(stream): state for stream, state in zip(role.processes.streams, role.call("random_state"))}
-            for name, role in _drawing(roles).items()
+            for name, role in _with_random_state(roles).items()
         }
 
         def write(folder: Path) -> None:
@@ -261,7 +261,7 @@ class RunFiles:
         return write, {**checkpoint.state, "manifest": self.manifest, "random": random}
 
     def load(self, roles: Any) -> tuple[dict[str, dict[str, Tensor]], dict] | None:
-        """Give the roles the newest checkpoint's state; the loop's own comes back."""
+        """Load the newest checkpoint into the roles, and return the loop's tensors and state; None without one."""
         loaded = self.checkpoints.load()
         if loaded is None:
             print(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning", flush=True)
@@ -276,7 +276,7 @@ class RunFiles:
                 f"{' and '.join(learners)}; give its own settings, or another --ckpt_path"
             )
         with reading_checkpoint(path):
-            held = {name: ShardedTensors(path / name) for name in OF_THE_LOOP if (path / name).is_dir()}
+            held = {name: ShardedTensors(path / name) for name in LOOP_FOLDERS if (path / name).is_dir()}
             if "experience" in held and is_earlier(held["experience"].names()):
                 raise UserError(
                     f"--ckpt_path {path}: an earlier version of Trimtab was stopped inside an iteration, whose answers "
@@ -287,17 +287,17 @@ class RunFiles:
             random = state["random"]
             if isinstance(random, list):  # earlier versions kept the states of the last one only
                 random = {[*learners][-1]: {str(rank): state for rank, state in enumerate(random)}}
-            for name, role in _drawing(roles).items():
-                states = random.get(name, {})  # a process that had not this role keeps what it has
+            for name, role in _with_random_state(roles).items():
+                states = random.get(name, {})  # a process without this role before keeps its state
                 role.each("restore_random_state", [states.get(str(stream)) for stream in role.processes.streams])
             tensors = {where: {name: parts.whole(name) for name in parts.names()} for where, parts in held.items()}
         print(f"resumed from {path} at iteration {state['counters']['iteration']}", flush=True)
         return tensors, state
 
-    # ---- to keep
+    # ---- models
 
     def check_finite(self, roles: Any) -> None:
-        """Stop before a model or a checkpoint that nothing can be learnt from is written over a good one."""
+        """Raise before weights that are not finite overwrite a good model or checkpoint."""
         for name, role in _learners(roles).items():
             if not all(role.call("is_finite")):
                 raise RunFailed(not_finite_line(f"in the {name}", self.checkpoints.latest()))
@@ -318,7 +318,7 @@ class RunFiles:
 
 
 def raise_problem(problems: list[str | None]) -> None:
-    """What one of a role's processes could not write."""
+    """Raise OSError if one of a role's processes could not write."""
     if problem := next((found for found in problems if found), None):
         raise OSError(problem)
 
@@ -327,14 +327,14 @@ def _learners(roles: Any) -> dict[str, Any]:
     return {name: role for name in LEARNERS if (role := getattr(roles, name, None)) is not None}
 
 
-def _drawing(roles: Any) -> dict[str, Group]:
-    """Those with a random state to keep. Engines apart draw by seeds alone, and one that hangs shall not keep a run
-    from being saved."""
+def _with_random_state(roles: Any) -> dict[str, Group]:
+    """Roles with a random state to save. Engines in their own processes sample by seeds alone, and calling one that
+    hangs would block the checkpoint."""
     return {name: role for name, role in vars(roles).items() if role is not None and not role.apart}
 
 
 def shown(row: dict) -> dict[str, str]:
-    """What the progress bar shows of an iteration."""
+    """The figures of an iteration for the progress bar."""
     figures = {"reward": ("reward", ".3f"), "kl": ("kl", ".4f"), "length": ("length", ".0f")}
     figures |= {
         "teacher": ("teacher_kl", ".3f"),

@@ -1,7 +1,7 @@
-"""From checked options to an RL run: the controller, its dry run, and roles in this process or in those of a launcher.
+"""From checked options to an RL run: the controller, its dry run, and roles in this process or in several.
 
-The controller has options, prompts, their order, counters and files, and no model. What it must know of the models it
-asks their roles.
+The controller has options, prompts, their order, counters and files, and no model. It learns about models by calling
+their roles.
 """
 
 import contextlib
@@ -95,10 +95,10 @@ from trimtab.train.run_directory import learning_settings, make_manifest
 
 
 class Controller:
-    """Everything up to the first step that needs no weights; then the run over the groups of its roles."""
+    """Prepares all parts of a run that need no weights, and creates the run from the groups of its roles."""
 
     def __init__(self, options: RLOptions, device: Device, world: World):
-        """`device`: of this process, which is planned for where it does everything."""
+        """`device`: of this process; micro-batches are planned for it if it runs all roles."""
         check_shares(options, self.units(options, world.size))
         check_places(options)
         self.tokenizer = load_job_tokenizer(options)
@@ -120,13 +120,13 @@ class Controller:
             options, device, world, lambda: work_of_prompts(options, self.stores)
         )
         self.default_tokens = uses_default_tokens(options, device)
-        if not options.ray:  # else the devices are elsewhere
+        if not options.ray:  # on Ray the devices are on other machines
             for line in device_notes(options, device):
                 world.say(line)
 
     @staticmethod
     def units(options: Any, processes: int) -> list[Unit]:
-        """The description of the run, the same in every process."""
+        """The units of the run and their processes, the same in every process."""
         return make_units_in_processes(options, processes)
 
     def episodes(self) -> int:
@@ -145,7 +145,7 @@ class Controller:
                 self.world.say(note)
 
     def _prompts(self) -> tuple[dict[str, PromptDataset], dict[str, Any]]:
-        with own_heartbeat.waiting():  # reading the data takes as long as there are data
+        with own_heartbeat.waiting():  # reading the data has no time limit
             stores, reports = self.load_stores()
         self.text = None
         if self.options.pretrain_data:
@@ -158,12 +158,12 @@ class Controller:
     # ---- the run
 
     def run(self, groups: dict[str, Group], placement: dict[str, Any] | None = None) -> RLRun:
-        """`placement`: what there is to keep of where the roles are."""
+        """Create the run; `placement`: facts on where the roles are, for the manifest."""
         actor = groups["actor"].call("describe")[0]
         if self.default_tokens:
             if actor["path"] != "packed":
                 self.options = without_tokens(self.options)
-            elif self.options.use_dynamic_batch:  # a run of an earlier version goes on without
+            elif self.options.use_dynamic_batch:  # False in a run resumed from a version without it
                 self.world.say(default_line(self.options))
         options = self.options
         fewer = {name: group for name, group in groups.items() if len(group.ranks) < self.world.size}
@@ -223,7 +223,7 @@ class Controller:
         return RLRun(self.options, Roles(**groups), client, source, self.order, files, *more)
 
     def manifest(self, actor: dict[str, Any], reward: str) -> dict:
-        """`actor`: what the policy's role says of itself."""
+        """`actor`: the result of the policy role's `describe`."""
         options = self.options
         return make_manifest(
             job=options.verb,
@@ -257,8 +257,8 @@ def count_iterations(prompts: SampleOrder, options: RLOptions) -> int:
 # ---- the dry run
 
 
-# This process is on none of its devices.
-OF_A_CLUSTER = "memory: trimtab plan --nodes N --gpus M says what fits on a cluster"
+# The process of a dry run has none of the cluster's devices.
+CLUSTER_MEMORY = "memory: trimtab plan --nodes N --gpus M says what fits on a cluster"
 
 
 def dry_run_rl(
@@ -267,7 +267,7 @@ def dry_run_rl(
     episodes: int | None = None,
     units: Callable[[Any, int], list[Unit]] = make_units_in_processes,
 ) -> list[str]:
-    """Everything that can go wrong before the first step, on a few rows and without the weights."""
+    """Run all checks that precede the first step, on a few rows and without weights; returns the lines to print."""
     options, device = with_environment_defaults(with_recorded_options(options)), find_device()
     described = units(options, options.processes)
     check_shares(options, described)
@@ -277,7 +277,7 @@ def dry_run_rl(
     few = with_few_rows(options)
     stores, reports = load_stores(few, tokenizer)
     if options.plays and not options.prompt_data and reports["train"].rows_read == few.max_samples:
-        # An environment that has as many rows as it is asked for has as many as the run will ask for.
+        # An environment that fills every request for rows will also fill the run's request.
         reports["train"].rows_available = min(options.env_rows, options.max_samples)
     if options.pretrain_data:
         load_text(few, tokenizer)
@@ -298,7 +298,7 @@ def dry_run_rl(
     order = prompt_order(len(stores["train"]), options, episodes or options.num_episodes)
     replayed = None
     if options.replay and (recording := Recording.of(options)):
-        # The run itself knows all prompts, and asks for more.
+        # The run itself knows all prompts, and checks more.
         recording.check_holds(order.steps, count_iterations(order, options))
         replayed = recording.async_line(options)
     prompts, about = estimate_samples(reports["train"], options.max_samples, len(stores["train"]))
@@ -325,14 +325,14 @@ def dry_run_rl(
         *rewarded,
         *played,
         *cut,
-        OF_A_CLUSTER if options.ray else memory_line(options, device, lambda: work_of_prompts(options, stores)),
+        CLUSTER_MEMORY if options.ray else memory_line(options, device, lambda: work_of_prompts(options, stores)),
     ]
 
 
 # ---- from checked options to a run
 
 
-# What goes to the roles and comes back; nothing else may.
+# The only record types that may be sent to roles and back.
 RECORDS = (
     *(AnswerSlice, TextSlice, SamplingParams, PromptBatch, SampledGroups, FailedGroup, Experience),
     *(Trajectory, Episode, Segment, InFlightGroup, Admission, FinishedGroup, Collected, Wait),
@@ -341,11 +341,11 @@ RECORDS = (
 
 
 def train_locally(options: RLOptions, kind: type[Controller]) -> None:
-    """In this process, or in the processes of a launcher."""
+    """Train in this process, or in the processes that a launcher such as torchrun started."""
     device = find_device()
     try:
         world = find_world(device)
-        # In every process: each builds its roles by the same options.
+        # In every process, because each builds its roles from the same options.
         options = with_default_tokens(options, device, saved_passes(options, world))
         with StopRequest() as stop, share_signals(stop, world):
             launcher = launcher_of(
@@ -363,20 +363,20 @@ def train_locally(options: RLOptions, kind: type[Controller]) -> None:
 
 
 def set_up(options: RLOptions, kind: type[Controller], launcher: Launcher) -> RLRun:
-    """Everything up to the first step."""
+    """Create the controller, the roles and the run, up to the first step."""
     with interruptible(launcher.stop, launcher.world, "stopped before the first step; nothing is lost"):
-        with hanging_up(launcher):
+        with disconnecting(launcher):
             controller = kind(options, launcher.device, launcher.world)
-        # From here on another process may be in the middle of something, and is not spoken to when this one gives up.
+        # From here on other processes may be inside a call, so a failure must not try to disconnect them.
         return controller.run(launcher.groups(controller.options), launcher.described())
 
 
 def train(run: RLRun, launcher: Launcher, stop: StopRequest) -> None:
-    """The loop; with the roles built anew where memory was short in one of several processes."""
+    """Run the loop, and rebuild the roles and continue when one of several processes runs out of memory."""
     again = False
     while True:
         try:
-            with hanging_up(launcher):
+            with disconnecting(launcher):
                 run.train(stop, rebuilt=again)
             return launcher.disconnect()
         except RebuildModels:
@@ -386,8 +386,8 @@ def train(run: RLRun, launcher: Launcher, stop: StopRequest) -> None:
 
 
 @contextlib.contextmanager
-def hanging_up(launcher: Launcher) -> Iterator[None]:
-    """When a run ends early on purpose, the other processes are told."""
+def disconnecting(launcher: Launcher) -> Iterator[None]:
+    """Disconnect the other processes when a run ends early on purpose."""
     try:
         yield
     except (Interrupted, RunFailed, UserError):
@@ -397,7 +397,7 @@ def hanging_up(launcher: Launcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible(stop: StopRequest, world: World, message: str) -> Iterator[None]:
-    """Where a run that is told to stop gives up what it waits for: here, or in a process that has gone for it."""
+    """Raise Interrupted for an error inside if a stop was requested: a wait was given up here, or a peer has left."""
     try:
         yield
     except (RunStopped, RunFailed, RuntimeError) as error:

@@ -1,8 +1,8 @@
 """The RL loop: sample, score, compute advantages, update, sync weights, log, save.
 
-It is sequential code in one process and calls roles (distributed/launcher), which are in this process or in many. Its
-state is a few counters, and the iteration that it is in the middle of (state.py). Both are in every checkpoint, so a
-run that was stopped anywhere resumes as if it had not been.
+The loop is sequential code in one process and calls roles (distributed/launcher), which are in this process or in
+several. Its state is a few counters and the current iteration (state.py). Both are in every checkpoint, so a run
+stopped at any point resumes as if it had not been stopped.
 """
 
 from collections.abc import Iterator
@@ -32,6 +32,8 @@ from trimtab.train.rl.weight_sync import LogProbCheck, SampleCheck, WeightSync
 
 
 class RLRun:
+    """An RL run: one iteration after another, with evaluation, checkpoints and recovery."""
+
     iteration_class = Iteration
 
     def __init__(
@@ -45,7 +47,7 @@ class RLRun:
         evaluation: Evaluation | None = None,
         text: TextMixture | None = None,
     ):
-        """`order`: the prompts one by one, over all episodes; `text`: trained together with the samples."""
+        """`order`: the prompts over all epochs, one per step; `text`: pre-training text mixed into the updates."""
         self.options, self.roles, self.client, self.source = options, roles, client, source
         self.order, self.files, self.evaluation = order, files, evaluation
         self.counters = Counters(max(options.init_kl_coef, 0.0))
@@ -62,7 +64,7 @@ class RLRun:
     # ---- one iteration
 
     def iterate(self, stop: StopRequest) -> dict | None:
-        """One rollout and everything that is learnt from it. None: no prompt was left to learn from."""
+        """Run one iteration and return its row of metrics. None: no useful prompt was left."""
         if self.iteration is None:
             self.iteration = self.begin(stop)
         work = self.iteration
@@ -98,23 +100,23 @@ class RLRun:
         return self.iteration_class(experience, prompts, figures, seconds=seconds)
 
     def before_updates(self, work: Iteration, stop: StopRequest) -> None:
-        """For methods that learn something else first, from the same prompts."""
+        """Hook for methods that first train another model on the same prompts."""
 
     def sample(self, stop: StopRequest) -> Sampled | None:
-        """Samples and their rewards. None: given up because the run is to stop."""
+        """Samples and their rewards. None: a stop was requested."""
         with self.roles.trainers_asleep(self.options):
             return self.source.next(self.counters.iteration, self.counters.prompts_used, stop)
 
     def score(self, experience: Experience) -> None:
-        """Log-probs and values of the sampled tokens by the other models."""
+        """Compute log-probs and values of the sampled tokens with the other models."""
         roles, fill = self.roles, self.batcher.fill
         there = {"reference": roles.reference is not None, "teacher": roles.teacher is not None}
-        # Of an episode in several branches the KL to come may be in another micro-batch.
+        # In an episode of several branches, later KL terms may be in another micro-batch.
         leaves_kl = self.leaves_kl_to_update and experience.branches_S is None
         if self.source.exact:
             experience.old_N = experience.sampled_N
         elif self.options.scores_old_policy(**there, leaves_kl=leaves_kl):
-            # Where the engine's and the trainer's sums differ, a ratio must compare like with like.
+            # Engine and trainer round differently, so the ratio needs old log-probs from the trainer.
             fill(experience, "old_N", roles.actor, "log_probs")
         if roles.reference is not None:
             fill(experience, "reference_N", roles.reference, "log_probs")
@@ -126,7 +128,7 @@ class RLRun:
                 fill(experience, "after_N", roles.critic, "values", experience.cut_off_S, after=True)
 
     def compute_advantages(self, experience: Experience) -> dict[str, float]:
-        """Rewards become advantages; the figures of both."""
+        """Compute advantages from rewards, and return the figures of both."""
         options, counters = self.options, self.counters
         if not options.running_reward_norm:
             return compute_advantages(experience, options, counters.kl_coefficient)
@@ -166,18 +168,18 @@ class RLRun:
         return self.batcher.send(self.roles.actor, "update", parts, **settings)[0]
 
     def sync_weights(self) -> None:
-        """Engines sample from the policy as it is now. Its version: the iterations whose updates are all done."""
+        """Send the policy's weights to the engines. Their version is the number of iterations with all updates done."""
         work = self.iteration
         done = work is not None and len(work.reports) == len(self.mini_batches(work))
         self.weight_sync.sync(self.counters.iteration + done)
 
     def finish(self, work: Iteration, measured: dict[str, float]) -> dict:
-        """Count the iteration and forget it; its row of metrics."""
+        """Complete the iteration and return its row of metrics."""
         options, counters = self.options, self.counters
         counters.iteration += 1
         counters.prompts_used += work.prompts
         self.iteration = None
-        # Together with that: a checkpoint that is made from here on knows that the batch is trained.
+        # At the same time, so that a checkpoint from here on records the batch as trained.
         self.source.trained()
         self.files.keep_places(counters.iteration, self.source.settled())
         row = row_of(work, counters, options.async_staleness)
@@ -204,12 +206,13 @@ class RLRun:
     # ---- evaluation
 
     def measure_start(self, stop: StopRequest) -> dict[str, float]:
-        """Figures of the policy before its first update."""
+        """Evaluate the policy before its first update."""
         return {} if self.evaluation is None else self.evaluate(stop)
 
     def measure(self, work: Iteration, stop: StopRequest) -> dict[str, float]:
-        """Evaluate, where that is due after this iteration, which is not counted yet: a run that is stopped here
-        resumes with all updates done and this still to do."""
+        """Evaluate if that is due after this iteration. The iteration is not counted yet: a run stopped here resumes
+        with
+        all updates done and the evaluation still to do."""
         every, done = self.options.eval_steps, self.counters.iteration + 1
         if self.evaluation is None or not (self.is_done(after=work) or (every > 0 and done % every == 0)):
             return {}
@@ -229,15 +232,15 @@ class RLRun:
     # ---- the run
 
     def train(self, stop: StopRequest, *, rebuilt: bool = False) -> None:
-        """`rebuilt`: this run continues with its counters and its iteration, and roles that were rebuilt."""
+        """Run to the end; `rebuilt`: continue with the current counters and iteration on rebuilt roles."""
         with self.files.run_directory.locked():
             resumed = rebuilt or (self.resume() if self.options.load_checkpoint else False)
             if not rebuilt:
                 self.compilation.decide(self.roles, stop)
-            # Before the start is measured there is no row to keep, not even one of a measurement that came later.
+            # Until the initial evaluation is done, a resumed run keeps no earlier row.
             begun = self.counters.iteration > 0 or self.counters.start_is_measured
             self.files.open(self.counters.iteration if begun else -1, self.roles, resumed=resumed)
-            # The disk may have been full when this was to be written.
+            # The disk may have been full when this row was due.
             if resumed and not rebuilt and self.iteration is None:
                 self.files.keep_places(self.counters.iteration, self.source.settled())
             with gc_frozen() if self.options.environment_source else nullcontext():
@@ -264,19 +267,19 @@ class RLRun:
         self.files.save_models(self.roles)
 
     def is_done(self, after: Iteration | None = None) -> bool:
-        """Whether nothing is left to do, or nothing will be after the iteration in hand."""
+        """Whether the run is complete now, or will be after the iteration `after`."""
         prompts, iterations = (after.prompts, 1) if after else (0, 0)
         spent = self.counters.prompts_used + prompts >= self.order.steps
         return spent or 0 < self.options.max_steps <= self.counters.iteration + iterations
 
     def schedule(self) -> None:
-        """Tell trainers how many optimizer steps there will be."""
+        """Set the trainers' learning-rate schedules to the number of optimizer steps."""
         steps = self.files.total * self.options.updates_per_iteration
         for role in self.roles.trainers:
             role.call("schedule", steps=steps)
 
     def use(self, groups: dict[str, Group]) -> None:
-        """The same roles, rebuilt after one of several processes ran out of memory."""
+        """Continue with rebuilt roles, after one of several processes ran out of memory."""
         self.roles = type(self.roles)(**groups)
         self.client.use(self.roles.rollouts, self.roles.reward)
         self.schedule()
@@ -308,7 +311,7 @@ class RLRun:
         return Checkpoint(self.counters.iteration, self.roles, tensors, state)
 
     def resume(self) -> bool:
-        """Whether there was a checkpoint."""
+        """Load the newest checkpoint; False if there is none."""
         found = self.files.load(self.roles)
         if found is None:
             return False
@@ -324,5 +327,6 @@ class RLRun:
         return True
 
     def leave(self, stop: StopRequest) -> NoReturn:
+        """Save a checkpoint and end the run because a stop was requested."""
         where = resume_line(self.save())
         raise Interrupted(stop.number, f"stopped in iteration {self.counters.iteration + 1}: {where}")

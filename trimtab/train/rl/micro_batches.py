@@ -1,10 +1,10 @@
-"""Mini-batches and micro-batches of an update: cut from the experience, packed by tokens, and sent to the trainers.
+"""Mini-batches and micro-batches of an update: taken from the experience, packed by tokens, sent to the trainers.
 
-Samples of one prompt stay together where they fit, because a row then holds their prompt once. A process is sent a
-*slice*: the tokens of all its micro-batches as they will lie in their rows, with columns of the drawn tokens
-(advantages_N, sampled_N and others; text that is trained too has its tokens alone). It makes the `TokenBatch`es itself,
-one at a time. Where micro-batches do not fit into memory they are made smaller and the call is repeated: a role that
-runs out of memory has undone what it began.
+Samples of one prompt stay together where they fit, because a row then holds their prompt once (shared-prefix
+attention). Each process gets a *slice*: the tokens of all its micro-batches in row order, with columns over the sampled
+tokens (advantages_N, sampled_N and others; pre-training text has tokens only). It builds the `TokenBatch`es itself, one
+at a time. If a micro-batch does not fit into memory, smaller ones are sent and the call is repeated: a role that runs
+out of memory has undone its partial step.
 """
 
 import dataclasses
@@ -43,17 +43,19 @@ class AnswerBatch(TokenBatch):
 
 
 class TextBatch(TokenBatch):
-    """Text that is learnt beside the answers (PTX)."""
+    """Pre-training text mixed into an update (PTX)."""
 
 
 @dataclass
 class Slice:
+    """The micro-batches of one process, as flat tensors."""
+
     ids_T: Tensor  # int32
     trained_T: Tensor
     lengths_S: Tensor  # tokens of a sequence after the shared prompt
-    borrowed_S: Tensor  # tokens that it borrows from the one before
-    samples: list[int]  # how many sequences each pass has
-    weights: list[float]  # what each pass counts: 1 or 0
+    borrowed_S: Tensor  # prompt tokens shared with the sequence before
+    samples: list[int]  # number of sequences in each micro-batch
+    weights: list[float]  # weight of each micro-batch: 1, or 0 for a filler
     columns: dict[str, Tensor] = field(default_factory=dict)  # over the trained tokens
 
     batch_class: ClassVar[type[TokenBatch]]
@@ -71,12 +73,12 @@ class Slice:
 
     @property
     def tokens(self) -> list[int]:
-        """How many each pass has in its row."""
+        """Number of tokens in the row of each micro-batch."""
         return block_sums(self.lengths_S, torch.tensor(self.samples)).tolist()
 
     @property
     def trained(self) -> list[int]:
-        """How many of them are trained."""
+        """Number of trained tokens in each micro-batch."""
         return block_sums(self.trained_T, torch.tensor(self.tokens)).tolist()
 
 
@@ -103,16 +105,16 @@ def _slices(counts: list[int]) -> list[slice]:
 
 
 def make_slice(experience: Trajectories, passes: Sequence[Sequence[int] | None], *columns: str) -> AnswerSlice:
-    """The passes of one process, with these columns of their drawn tokens. Samples that have the prompt of the one
-    before share its tokens. None: with fewer samples than processes, one takes part with a sample that counts for
-    nothing."""
+    """The slice of one process, with these columns over sampled tokens. Samples with the same prompt as the one before
+    share its tokens. A micro-batch of None is a filler: with fewer samples than processes, a process takes part in the
+    collectives with a sample of weight 0."""
     samples = [i for part in passes for i in part or [0]]
     counts = [len(part or [0]) for part in passes]
     chosen = torch.tensor(samples)
     prompts_S = torch.tensor(experience.prompts)[chosen]
     shares_S = torch.zeros(len(samples), dtype=torch.bool)
     shares_S[1:] = prompts_S[1:] == prompts_S[:-1]
-    shares_S[torch.tensor([0, *counts[:-1]]).cumsum(0)] = False  # a pass's first
+    shares_S[torch.tensor([0, *counts[:-1]]).cumsum(0)] = False  # the first of each micro-batch
     borrowed_S = torch.where(shares_S, experience.prompt_lengths_S[chosen], 0)
     lengths_S = experience.sequence_lengths_S[chosen] - borrowed_S
     rows, drawn = runs(experience.offsets_S[chosen] + borrowed_S, lengths_S), experience.drawn_of(chosen)
@@ -136,14 +138,14 @@ def batches_of(slices: Sequence[Slice]) -> Iterator[TokenBatch]:
 
 
 def mini_batches(experience: Experience, at_once: int, seed: Sequence[int]) -> list[list[int]]:
-    """The samples of a rollout in optimizer steps of `at_once` whole groups, in random order."""
+    """Split the samples into optimizer steps of `at_once` whole groups, in random order."""
     groups = np.random.default_rng(seed).permutation(experience.groups)
     steps = [groups[i : i + at_once] for i in range(0, len(groups), at_once)]
     return [experience.samples_of(sorted(step.tolist())) for step in steps]
 
 
 def all_mini_batches(experience: Experience, options: RLOptions, iteration: int) -> list[list[int]]:
-    """The samples of every update of an iteration, epoch after epoch: a pure function of its number."""
+    """The samples of every update of an iteration, over all epochs: a pure function of the iteration's number."""
     return [
         samples
         for epoch in range(options.max_epochs)
@@ -154,7 +156,7 @@ def all_mini_batches(experience: Experience, options: RLOptions, iteration: int)
 def micro_batches(
     experience: Trajectories, samples: Sequence[int], *, count: int, budget: int | None
 ) -> list[list[int]]:
-    """Passes of at most `budget` tokens, or of `count` samples."""
+    """Split samples into micro-batches of at most `budget` tokens or, without a budget, `count` samples."""
     pieces = _pieces(experience, samples, count=count, budget=budget)
     if budget is None:
         order = sorted(pieces, key=lambda piece: -cost(experience, piece))
@@ -169,15 +171,15 @@ def micro_batches(
 
 
 def packed(experience: Trajectories, pieces: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
-    """Passes of at most `budget` tokens, none of which has only a part of a piece."""
+    """Pack pieces into micro-batches of at most `budget` tokens without splitting a piece."""
     costs = [cost(experience, piece) for piece in pieces]
     return [[i for member in members for i in pieces[member]] for members in pack(costs, budget)]
 
 
 def _pieces(experience: Trajectories, samples: Sequence[int], *, count: int, budget: int | None) -> list[list[int]]:
-    """Runs of answers to one prompt, as long as a pass can hold."""
+    """Consecutive answers to one prompt, as many as fit into one micro-batch."""
     pieces: list[list[int]] = []
-    before, tokens = None, 0  # of the last piece
+    before, tokens = None, 0  # prompt and tokens of the last piece
     for i in samples:
         prompt, own, after = experience.costs[i]
         same = prompt == before
@@ -200,27 +202,24 @@ def cost(experience: Trajectories, samples: Sequence[int]) -> int:
     return tokens
 
 
-def halves(samples: list[int]) -> list[list[int]]:
-    middle = len(samples) // 2
-    return [samples[:middle], samples[middle:]] if middle else [samples]
-
-
 # ---- micro-batches sent to the processes of a role
 
 
-Parts = Sequence[Sequence[Slice]]  # of every process, with as many passes for each
+Parts = Sequence[Sequence[Slice]]  # slices of every process, with the same number of micro-batches each
 
 
 class MicroBatcher:
+    """Splits samples into micro-batches, sends them to roles, and retries with smaller ones when out of memory."""
+
     def __init__(self, options: RLOptions, *, larger_scoring: bool = False, text: "TextMixture | None" = None):
-        """`larger_scoring`: micro-batches of scoring may be larger than those of training where no option says how
-        large; `text`: trained together with the samples."""
+        """`larger_scoring`: scoring may use larger micro-batches than training unless an option sets their size;
+        `text`: pre-training text mixed into the policy's updates."""
         self.options, self.larger_scoring, self.text = options, larger_scoring, text
         self.limit = MicroBatchLimit()
         self._role: Group | None = None  # of the last call
-        self._sent: list[tuple[int, int]] = []  # (tokens, samples) of its passes
+        self._sent: list[tuple[int, int]] = []  # (tokens, samples) of its micro-batches
 
-    # ---- what a role is asked
+    # ---- calls to roles
 
     def fill(
         self,
@@ -231,7 +230,7 @@ class MicroBatcher:
         samples_S: Tensor | None = None,
         **shared: Any,
     ) -> None:
-        """A column of tokens from what a role says of every sample, or of those that `samples_S` marks."""
+        """Fill a column over sampled tokens with the results of a role, for all samples or those in `samples_S`."""
         options = self.options
         count = options.micro_value_batch_size if method == "values" else options.micro_logprob_batch_size
         count = count or options.micro_rollout_batch_size
@@ -257,7 +256,7 @@ class MicroBatcher:
     def until_they_fit(
         self, attempt: Callable[[], Result], *, by_tokens: bool | None = None, of: str = "training"
     ) -> Result:
-        """The result of an attempt that cuts and sends; again with smaller passes each time memory was short."""
+        """Call `attempt`, which splits and sends; repeat with smaller micro-batches each time memory runs out."""
         if by_tokens is None:
             by_tokens = self.token_budget() is not None
         return retry_smaller(attempt, lambda why: self._shrink(why, by_tokens, of))
@@ -275,26 +274,26 @@ class MicroBatcher:
         if several:
             raise RebuildModels
 
-    # ---- what an update trains on
+    # ---- updates
 
     def critic_update(self, critic: Group, experience: Experience, samples: list[int]) -> tuple[Parts, Totals]:
-        """Of one optimizer step of the critic: the micro-batches of every process, and what its means are over."""
+        """The slices and totals of one optimizer step of the critic."""
         columns = ["values_N", "returns_N", *(["counts_N"] if experience.branches_S is not None else [])]
         return self.parts(critic, experience, samples, *columns), totals_of(experience, samples)
 
     def policy_update(
         self, actor: Group, experience: Experience, samples: list[int], step: int
     ) -> tuple[Parts, Totals]:
-        """The same of the policy, with the text of this step."""
+        """The slices and totals of one optimizer step of the policy, with the pre-training text of this step."""
         options = self.options
         kl_loss = options.use_kl_loss and experience.reference_N is not None
         learnt = samples
         if not kl_loss and not experience.lacks_kl and options.entropy_loss_coef is None and options.aux_loss_coef <= 0:
-            # Samples without an advantage have no gradient and are left out. One stays even where no sample has an
-            # advantage: an optimizer step needs a backward pass in every process.
+            # Samples with zero advantages have no gradient and are left out. One stays even if all advantages are zero:
+            # an optimizer step needs a backward pass in every process.
             learnt = with_advantage(experience, samples) or samples[:1]
         wanted = {
-            "old_N": options.updates_per_iteration > 1,  # else the policy that is updated is the old one
+            "old_N": options.updates_per_iteration > 1,  # with a single update, the current policy is the old one
             "reference_N": kl_loss or experience.lacks_kl,
             "remaining_N": experience.lacks_kl,
             "fresh_N": experience.fresh_N is not None,
@@ -312,26 +311,26 @@ class MicroBatcher:
             parts = [[*answers, text] for answers, text in zip(parts, texts)]
         return parts, totals
 
-    # ---- how it is cut
+    # ---- splitting
 
     def parts(self, role: Group, experience: Experience, samples: Sequence[int], *columns: str) -> Parts:
-        """An update's slices."""
+        """The slices of an update, for each process of a role."""
         shares = self._shares(role, experience, samples, self.options.micro_train_batch_size, self.token_budget())
         return [[make_slice(experience, share, *columns)] if share else [] for share in shares]
 
     def _shares(
         self, role: Group, experience: Experience, samples: Sequence[int], count: int, budget: int | None
     ) -> list[list[list[int] | None]]:
-        """The samples of every pass of every process."""
-        if not samples:  # every process takes part in a step
+        """The samples of every micro-batch of every process."""
+        if not samples:  # every process must take part in a step
             return [[None] for _ in range(role.size)]
         count = self.limit.of_samples(count)
         budget = None if budget is None else self.limit.of_tokens(budget)
         cut = micro_batches(experience, samples, count=count, budget=budget)
-        return deal(cut, role.size, lambda part: cost(experience, part), halves)
+        return deal(cut, role.size, lambda part: cost(experience, part))
 
     def scoring_budget(self) -> int | None:
-        """Of a pass of scoring, by what the options say; None: passes have a number of samples."""
+        """Token budget of a scoring micro-batch; None: micro-batches are limited by samples."""
         options, budget = self.options, self.options.rollout_max_tokens_per_gpu
         if budget is None and (not options.use_dynamic_batch or options.train_max_tokens_per_gpu is None):
             return None
@@ -342,27 +341,27 @@ class MicroBatcher:
         return options.row_tokens(budget)
 
     def token_budget(self) -> int | None:
-        """Of a pass of an update; None: passes have a number of samples."""
+        """Token budget of a training micro-batch; None: micro-batches are limited by samples."""
         if not self.options.use_dynamic_batch or self.options.train_max_tokens_per_gpu is None:
             return None
         return self.limit.of_tokens(self.options.row_tokens(self.options.train_max_tokens_per_gpu))
 
 
 def with_advantage(experience: Experience, samples: list[int]) -> list[int]:
-    """The samples that have an advantage at some token; the others have no gradient from the policy loss."""
+    """The samples with a nonzero advantage at some token; the others have no gradient from the policy loss."""
     assert experience.advantages_N is not None
     found = block_sums(experience.advantages_N != 0, experience.lengths_S).tolist()
     return [i for i in samples if found[i]]
 
 
 def counted(what: str, *parts: Sequence[Slice]) -> float:
-    """`tokens` or `trained` ones of all passes that count for something."""
+    """Sum of the property `tokens` or `trained` over all micro-batches with weight 1."""
     slices = [found for part in parts for found in part]
     return math.fsum(n * weight for found in slices for n, weight in zip(getattr(found, what), found.weights))
 
 
 def totals_of(experience: Experience, samples: list[int]) -> dict[str, float]:
-    """What means are over; of an update of nothing, 1."""
+    """Denominators of the update's means, at least 1."""
     answers = len(experience.episodes_S[samples].unique())
     return {"tokens": max(float(experience.lengths_S[samples].sum()), 1.0), "answers": max(float(answers), 1.0)}
 
@@ -372,7 +371,7 @@ def totals_of(experience: Experience, samples: list[int]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class _TextOptions:
-    """How the rows are read: every token is learnt and there is no template."""
+    """Options of the SFT reader for plain text: all tokens are trained, without a template."""
 
     input_key: str
     max_len: int
@@ -384,7 +383,7 @@ class _TextOptions:
 
 
 def load_text(options: RLOptions, tokenizer: Any) -> tuple[TokenDataset, Any]:
-    """The rows as tokens, and the report of what became of them."""
+    """The tokenized rows of --pretrain_data, and the report on them."""
     assert options.pretrain_data is not None
     rows = load_rows(
         options.pretrain_data,
@@ -399,12 +398,14 @@ def load_text(options: RLOptions, tokenizer: Any) -> tuple[TokenDataset, Any]:
 
 
 class TextMixture:
+    """Pre-training text that is mixed into the policy's updates (PTX)."""
+
     def __init__(self, store: TokenDataset, options: RLOptions):
         self.store, self.options = store, options
         self._order = SampleOrder(len(store), options.train_batch_size, 1, options.seed)
 
     def parts(self, step: int, processes: int, passes: MicroBatcher) -> list[TextSlice]:
-        """The text of an update for every process, with as many passes for each."""
+        """The text of an update for every process, with the same number of micro-batches each."""
         epoch, index = divmod(step, self._order.steps_per_epoch)
         order = dataclasses.replace(self._order, seed=self._order.seed + epoch)
         samples = order.step_samples(index)
@@ -413,7 +414,7 @@ class TextMixture:
         count = passes.limit.of_samples(self.options.micro_train_batch_size)
         cut = chunk(lengths, count) if budget is None else pack(lengths, budget)
         cut_samples = [[samples[i] for i in members] for members in cut]
-        shares = deal(cut_samples, processes, lambda part: int(self.store.lengths[part].sum()), halves)
+        shares = deal(cut_samples, processes, lambda part: int(self.store.lengths[part].sum()))
         return [self._slice(share) for share in shares]
 
     def _slice(self, share: list[list[int] | None]) -> TextSlice:

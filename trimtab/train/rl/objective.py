@@ -1,13 +1,13 @@
-"""What the actor and the critic minimise: a micro-batch's share of one optimizer step.
+"""The losses of the actor and the critic: a micro-batch's share of one optimizer step.
 
     policy    over all answer tokens of the step, the mean of
                   coefficient x surrogate (ppo, gspo or cispo)  + beta KL(policy, reference)  [--use_kl_loss]
                   - coefficient x entropy
     critic    over the same tokens, the mean of the clipped squared distance from the returns
 
-The means are over the whole step: how it is cut, packed or dealt out changes nothing. `totals` has the `tokens` and
-`answers` of all samples, also of those left out because they have no gradient, and the `seen_tokens` of those that are
-here. To change what is learnt, change it here.
+The means are over the whole step, so micro-batch size, packing and process count do not change the loss. `totals` has
+the `tokens` and `answers` of all samples, including those left out because they have no gradient, and the `seen_tokens`
+of the samples in the micro-batches. To change the objective, change it here.
 """
 
 import torch
@@ -33,9 +33,14 @@ from trimtab.train.update import LossTerm, Totals, balance_loss_term, counts_by_
 def policy_loss_term(
     policy: Policy, batch: AnswerBatch, totals: Totals, options: RLOptions, *, kl_coefficient: float
 ) -> LossTerm:
-    """`batch.extra`: advantages_N and sampled_N; old_N if the policy has moved since; reference_N for a KL loss;
-    with remaining_N too where nobody has measured that KL yet; fresh_N if some tokens are older than the policy;
-    counts_N if answers may be in several sequences."""
+    """The policy loss of a micro-batch.
+
+    `batch.extra`: advantages_N and sampled_N; old_N if the policy was updated since sampling; reference_N for a KL
+    loss,
+    together with remaining_N if the KL was not computed before the update; fresh_N if older weights sampled some
+    tokens;
+    counts_N if an answer may have several sequences.
+    """
     extra = batch.extra
     out = policy(
         batch,
@@ -87,7 +92,9 @@ def policy_loss_term(
 def measured_kl(
     old_N: Tensor, batch: TokenBatch, totals: Totals, options: RLOptions, kl_coefficient: float
 ) -> dict[str, Tensor]:
-    """The KL to the reference of an iteration's only update. Where it is a part of the rewards, advantages get it."""
+    """The KL to the reference, computed in the only update of an iteration. If the KL is part of the rewards, its
+    future
+    sum is subtracted from the advantages here."""
     extra = batch.extra
     kl_N = kl_estimate(old_N, extra["reference_N"], options.kl_estimator)
     figures = {"kl": kl_N.sum() / totals["tokens"], "kl_answer": kl_N.sum() / totals["answers"]}
@@ -110,13 +117,13 @@ def surrogate(log_probs_N: Tensor, old_N: Tensor, batch: TokenBatch, options: RL
 
 
 def token_weights(batch: TokenBatch, totals: Totals, options: RLOptions) -> Tensor:
-    """--loss_reduction: what each token's loss counts in the step's. The weights of all tokens add up to 1, or less."""
+    """--loss_reduction: the weight of each token's loss in the step's loss. All weights sum to at most 1."""
     reduction = options.loss_reduction or ("answer" if options.policy_loss_type == "gspo" else "token")
     ones_N = torch.ones(len(batch.owners_N), device=batch.ids_T.device)
     if reduction == "token":
         return ones_N / totals["tokens"]
     if reduction == "answer":
-        # Branches of one episode are sequences of their own, of whose tokens each counts by all of them.
+        # An episode's branches are separate sequences; its tokens are weighted by the count over all branches.
         counts_N = batch.extra.get("counts_N")
         if counts_N is None:
             counts_N = counts_by_sequence(batch)[batch.owners_N]
@@ -127,8 +134,7 @@ def token_weights(batch: TokenBatch, totals: Totals, options: RLOptions) -> Tens
 
 @torch.no_grad()
 def agreement(log_probs_N: Tensor, old_N: Tensor, sampled_N: Tensor, tokens: float) -> dict[str, Tensor]:
-    """What the policy makes of the drawn tokens, how far it has moved in this iteration, and how far what is trained is
-    from what was sampled."""
+    """Mean log-prob of the sampled tokens, KL to the policy before the updates, and gap to the engine's log-probs."""
     gap_N = log_probs_N - sampled_N
     return {
         "log_prob": log_probs_N.sum() / tokens,
@@ -139,14 +145,14 @@ def agreement(log_probs_N: Tensor, old_N: Tensor, sampled_N: Tensor, tokens: flo
 
 
 def text_loss_term(policy: Policy, batch: TextBatch, totals: Totals, options: RLOptions) -> LossTerm:
-    """--pretrain_data: the mean NLL of text that is learnt beside the answers (PTX), times its weight."""
+    """--pretrain_data: the mean NLL of pre-training text (PTX), times --ptx_coef."""
     nll = -policy(batch).log_probs_N.sum() / totals["text_tokens"]
     loss = options.ptx_coef * nll
     return LossTerm(loss, {"ptx_loss": nll.detach(), "loss": loss.detach()})
 
 
 def value_loss_term(critic: Critic, batch: AnswerBatch, totals: Totals, options: RLOptions) -> LossTerm:
-    """`batch.extra`: values_N as they were, and returns_N."""
+    """The value loss of a micro-batch; `batch.extra`: values_N before the update, and returns_N."""
     values_N = critic(batch)
     extra = batch.extra
     loss_N, clipped_N = value_loss(values_N, extra["values_N"], extra["returns_N"], options.value_clip)

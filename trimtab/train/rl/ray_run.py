@@ -1,7 +1,7 @@
 """An RL run on Ray: the same controller and loop, with its roles on the nodes of a cluster.
 
-Where one of its processes is lost, so is what the others hold together. With --max_restarts everything is built anew on
-the same resources, and goes on from the run's last checkpoint.
+If one process is lost, the others cannot continue, because they share collectives and sharded weights. With
+--max_restarts all roles are rebuilt on the same amount of resources and resume from the run's last checkpoint.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from trimtab.train.rl.checks import check_shares, locations_of
 from trimtab.train.rl.launch import RECORDS, Controller, set_up, train
 from trimtab.train.rl.roles import layout_of_units
 
-LOOK_EVERY = 2.0  # seconds between two looks for resources that are to come back
+LOOK_EVERY = 2.0  # seconds between two checks whether lost resources are back
 
 
 def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
@@ -68,7 +68,7 @@ def train_once(
     kindly = False
     try:
         launcher.open()
-        for found in launcher.found:  # of several kinds Ray has one name
+        for found in launcher.found:  # one Ray resource name may cover several kinds of device
             refuse_on(found["kind"], options)
         options = in_working_precision(options, launcher)
         launcher.meet(options)
@@ -84,13 +84,13 @@ def train_once(
 
 
 def refuse_on(kind: DeviceKind, options: RLOptions) -> None:
-    """What such devices do not offer, before anything is loaded there."""
+    """Refuse options that devices of this kind do not support, before anything is loaded there."""
     if problems := device_problems(options, kind.lacking):
         raise UserError("; ".join(problems))
 
 
 def in_working_precision(options: RLOptions, launcher: RayLauncher) -> RLOptions:
-    """Single precision where bfloat16 fails on a device, with a line that says so."""
+    """The options with fp32 instead of bf16 if bfloat16 is faulty on a device; prints a warning."""
     fault = next((found["bf16_fault"] for found in launcher.found if found["bf16_fault"]), None)
     if not options.bf16 or fault is None:
         return options
@@ -99,18 +99,18 @@ def in_working_precision(options: RLOptions, launcher: RayLauncher) -> RLOptions
 
 
 def prepare(options: RLOptions) -> None:
-    """In every process of a run, before its roles are built."""
+    """Set up a process of the run before its roles are built."""
     quiet_transformers()
     trust(options.trust_remote_code)
 
 
 def placed_again(layout: Layout, options: RLOptions, stop: StopRequest, where: str) -> Placement:
-    """The same resources, on whichever nodes, as soon as they are there."""
+    """Wait until the same resources are available again, on any nodes, and place the run on them."""
     deadline = time.monotonic() + options.restart_wait
     while True:
         try:
             return preflight(layout, locations_of(options), stop)
-        except (UserError, RunFailed) as error:  # too little is there; or a node is going
+        except (UserError, RunFailed) as error:  # too few resources, or a node is shutting down
             if time.monotonic() > deadline:
                 waited = f"so it was for {options.restart_wait:g} s (--restart_wait)"
                 raise RunFailed(f"{error}; {waited}; {where}") from error

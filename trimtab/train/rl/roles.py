@@ -1,9 +1,9 @@
-"""The roles of an RL run: which there are, in which processes, and how they are built where they work.
+"""The roles of an RL run: which exist, in which processes they are, and how they are built.
 
-actor       the policy that learns; the engine that samples from its weights, with the rewards near it, unless engines
-            are in their own processes; with LoRA also the reference, the policy without its adapters
-rollouts    where engines are in their own processes: an engine with its own weights, and those rewards
-reference   the policy as it was          teacher   a model that scores the policy's tokens
+actor       the trained policy; the engine that samples from its weights, with the rewards near it, unless engines are
+            in their own processes; with LoRA also the reference, which is the policy without its adapters
+rollouts    with engines in their own processes: an engine with its own copy of the weights, and the rewards near it
+reference   the initial policy            teacher   a model that scores the policy's tokens
 critic      estimates returns             reward    the reward models
 
 Modules of environments are imported only if the options name one.
@@ -57,8 +57,11 @@ def make_episode_engine(
     stopped: Callable[[], bool],
     tensor: Peers | None = None,
 ) -> Engine | None:
-    """An engine of episodes around this one, if there is an environment. `tensor`: the tensor-parallel group, whose
-    engines generate the same. `stopped`: ends waits of a single process, unless episodes outlive updates."""
+    """An episode engine that uses `engine`, if there is an environment.
+
+    `tensor`: the tensor-parallel group, whose engines generate the same samples. `stopped`: ends the waits of a single
+    process, unless episodes may span updates: then partial episodes are saved instead.
+    """
     if not options.plays:
         return None
     from trimtab.envs.environment_engine import EnvironmentEngine
@@ -82,7 +85,7 @@ def make_episode_engine(
         raise
 
 
-# ---- before the first episode
+# ---- options, prompts and manifest of an environment
 
 
 def with_environment_defaults(options: RLOptions) -> RLOptions:
@@ -132,7 +135,7 @@ def build_actor(options: RLOptions, place: RoleContext) -> dict[str, Any]:
     loaded = load_policy(options, place.device, place.mesh)
     roles: dict[str, Any] = {"actor": actor_of(options, loaded, tokenizer, place)}
     if not options.engines_apart:
-        # Those of a tensor group write the same answers, which are judged once.
+        # The ranks of a tensor-parallel group generate the same samples, which their first rank scores.
         rewards = non_model_rewards(options, place.stop.requested) if place.mesh.tensor.is_rank_zero else []
         roles["rollouts"] = rollouts_of(options, loaded.model, rewards, tokenizer, place)
     if has_reference(options) and options.lora_rank > 0:
@@ -141,7 +144,7 @@ def build_actor(options: RLOptions, place: RoleContext) -> dict[str, Any]:
 
 
 def build_engine_rollouts(options: RLOptions, place: RoleContext) -> dict[str, Any]:
-    """An engine apart from the policy: it begins with the weights that the policy begins with, and is sent others."""
+    """A rollout worker in its own process: its engine loads the initial weights, and receives new ones later."""
     tokenizer = load_job_tokenizer(options)
     engine = build_vllm_engine(options.pretrain, tokenizer, **engine_settings(options, place))
     stopped = place.stop.requested
@@ -175,7 +178,7 @@ def build_reward_models(options: RLOptions, place: RoleContext) -> dict[str, Any
     return {"reward": RewardModels(models, options, place.mesh)}
 
 
-# ---- what they are made of
+# ---- parts of roles
 
 
 def has_reference(options: RLOptions) -> bool:
@@ -221,14 +224,14 @@ def rollouts_of(
 
 
 def engine_settings(options: RLOptions, place: RoleContext) -> dict[str, Any]:
-    """Of a vLLM engine."""
+    """Settings of a vLLM engine."""
     return {
         "bf16": options.bf16,
         "longest": options.longest_rollout,
         "max_num_seqs": options.rollout_slots,
         "memory_share": options.vllm_gpu_memory_utilization,
         "prefix_caching": options.enable_prefix_caching,
-        # Without an accelerator there are no graphs, and to compile takes a minute.
+        # A CPU has no CUDA graphs, and compiling would take a minute.
         "eager": options.enforce_eager or not place.device.is_accelerator,
         "tensor_parallel": options.vllm_tensor_parallel_size,
         "sleeps": options.vllm_enable_sleep,
@@ -241,14 +244,14 @@ def engine_settings(options: RLOptions, place: RoleContext) -> dict[str, Any]:
 def scorer(
     options: RLOptions, place: RoleContext, policy: Loaded | None = None, pretrain: str | None = None
 ) -> ReferenceRole:
-    """A frozen model that scores the policy's tokens: what the policy was at the start, unless another is named."""
+    """A frozen model that scores the policy's tokens: the initial policy, or the model `pretrain`."""
     offload = options.ref_reward_offload
     reference = FrozenScorer(options, policy, place.device, place.mesh, pretrain=pretrain, offload=offload)
     return ReferenceRole(reference, options, place.mesh, "reference" if pretrain is None else "teacher")
 
 
 def make_optimizer(options: RLOptions, model: nn.Module, learning_rate: float, place: RoleContext) -> Optimizer:
-    """How many steps it will have, its learner is told later."""
+    """An optimizer without a schedule; the trainer sets one when the number of steps is known."""
     return Optimizer(
         model,
         options,
@@ -259,7 +262,7 @@ def make_optimizer(options: RLOptions, model: nn.Module, learning_rate: float, p
     )
 
 
-# ---- which roles there are, and where
+# ---- units and their processes
 
 
 def make_units_in_processes(options: RLOptions, processes: int) -> list[Unit]:
@@ -267,7 +270,7 @@ def make_units_in_processes(options: RLOptions, processes: int) -> list[Unit]:
 
 
 def make_units(options: RLOptions) -> list[Unit]:
-    """The units of a run, in no process yet."""
+    """The units of a run, not yet assigned to processes."""
     shares_policy = has_reference(options) and options.lora_rank > 0
     rollouts = () if options.engines_apart else ("rollouts",)
     actor_roles = ("actor", *rollouts, *(["reference"] if shares_policy else []))
@@ -287,7 +290,7 @@ def make_units(options: RLOptions) -> list[Unit]:
 
 
 def assign_processes(options: RLOptions, units: Iterable[Unit], processes: int) -> list[Unit]:
-    """`processes`: how many a launcher started; in a cluster the options say it all."""
+    """Assign units to ranks; `processes`: the number a launcher started (on Ray the options decide instead)."""
     units = list(units)
     if not options.ray:
         return [dataclasses.replace(unit, ranks=options.ranks_of(unit.name, processes)) for unit in units]
@@ -303,11 +306,11 @@ def layout_of_units(options: RLOptions, units: Iterable[Unit]) -> Layout:
 
 
 NAMES = ("actor", "critic", "reference", "teacher", "reward")
-WRITTEN = 0.5  # of the tokens that an answer may have, before any is known
+WRITTEN = 0.5  # assumed mean length of answers, as a fraction of the limit
 
 
 class LayerCompilation:
-    """`decided`: by role, whether its layers are compiled; None: not yet."""
+    """Compilation of the layers of all roles. `decided`: by role, whether it is compiled; None: undecided."""
 
     def __init__(self, options: RLOptions, prompts: PromptDataset, files: RunFiles):
         self.decided: dict[str, bool] | None = None
@@ -318,10 +321,10 @@ class LayerCompilation:
         self._epochs = options.max_epochs
 
     def decide(self, roles: Roles, stop: StopRequest) -> None:
-        """Before the first iteration, also of a resumed run."""
+        """Decide and compile, before the first iteration of a new or resumed run."""
         before = self.decided
         self.manifest["compiled"] = self.settle(roles)
-        if stop.signal:  # which may have reached a compiler too, so that it failed: the next start decides
+        if stop.signal:  # the signal may have killed a compiler process, so this decision is dropped
             self.decided = before
 
     def settle(self, roles: Roles) -> dict[str, bool]:
@@ -340,7 +343,7 @@ class LayerCompilation:
         return decided
 
     def check(self, roles: Roles) -> None:
-        """Before an iteration: give up compiled layers, of all roles, where those of one had a problem."""
+        """Before an iteration: switch all roles back to eager layers if compiled ones failed in any of them."""
         compiled = [getattr(roles, name) for name, is_compiled in (self.decided or {}).items() if is_compiled]
         problems = [problem for role in compiled for problem in role.call("layers_problem") if problem]
         if problems:
@@ -350,6 +353,6 @@ class LayerCompilation:
             print(gave_up_line(problems[0]), flush=True)
 
     def columns(self) -> dict[str, float]:
-        """For the first row of metrics."""
+        """Columns for the first row of metrics."""
         seconds, self._seconds = self._seconds, 0.0
         return {"seconds_compile": seconds} if seconds else {}

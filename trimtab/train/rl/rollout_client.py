@@ -1,4 +1,4 @@
-"""The rollout client: prompts to the rollout workers, samples to the reward models, an experience back in order."""
+"""The rollout client: sends prompts to rollout workers and samples to reward models; returns ordered experience."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -47,13 +47,13 @@ class RolloutClient:
         self._texts = reward_models is not None and found[0]["texts"]
 
     def __call__(self, requests: Sequence[Request], store: str, sampling: SamplingParams) -> Experience | None:
-        """The answers to prompts of a store and their rewards, where nothing can fail. None: they were given up."""
+        """Sample and score, without an environment, so that no group can fail. None: a stop was requested."""
         asked = self.ask(requests, store, sampling)
         assert asked is None or asked.experience is not None, "no environment is played"
         return None if asked is None else asked.experience
 
     def ask(self, requests: Sequence[Request], store: str, sampling: SamplingParams) -> SampledGroups | None:
-        """The same with what has failed."""
+        """Sample and score the prompts of a store; the result also lists failed groups. None: a stop was requested."""
         prompts = self.stores[store]
         with self.naming_rows(store):
             found = self._sampled(prompts, requests, sampling)
@@ -66,7 +66,7 @@ class RolloutClient:
         return found
 
     def score(self, experience: Experience, results: Sequence[RewardResult], store: str) -> None:
-        """Give samples their rewards: `results` of those near the engine, and what the reward models say now."""
+        """Set the samples' rewards: `results` of the rewards near the engine, and scores of the reward models."""
         with self.naming_rows(store):
             scored = [*self._scored(self.stores[store], experience), *results]
             try:
@@ -77,7 +77,7 @@ class RolloutClient:
 
     @contextmanager
     def naming_rows(self, store: str) -> Iterator[None]:
-        """A complaint about a row says where in the data that stands."""
+        """Add the place in the data files to a RewardFailed that names a row."""
         try:
             yield
         except RewardFailed as error:
@@ -92,14 +92,14 @@ class RolloutClient:
     def _sampled(
         self, prompts: PromptDataset, requests: Sequence[Request], sampling: SamplingParams
     ) -> SampledGroups | None:
-        """Prompts dealt out to all processes in turn, and their groups back in order."""
+        """Deal prompts to all processes in turn, and put the returned groups in order."""
         size = self.rollouts.size
         shares = [list(range(rank, len(requests), size)) for rank in range(size)]
         asked = [PromptBatch.of(prompts, [requests[i] for i in share], rewarded=self._near) for share in shares]
         try:
             with serializing_prompts():
-                parts = self._called(asked, sampling)
-        except OutOfMemory as shortage:  # one of several processes has called off what all were doing
+                parts = self._sample_with_retry(asked, sampling)
+        except OutOfMemory as shortage:  # one of several processes has aborted the collectives of all
             self.rollouts.reinit_process_group()
             raise rollout_too_large(shortage) from shortage
         for part, share in zip(parts, shares):
@@ -121,15 +121,15 @@ class RolloutClient:
             experience, results = experience.take(samples), [result.take(samples) for result in results]
         return SampledGroups(experience, results, failed)
 
-    def _called(self, asked: list[PromptBatch], sampling: SamplingParams) -> list[Any]:
+    def _sample_with_retry(self, asked: list[PromptBatch], sampling: SamplingParams) -> list[Any]:
         while True:
             try:
                 return self.rollouts.call("sample", asked, sampling=sampling)
             except EngineLost as lost:
-                self.replace_engine(lost)  # then all are asked again: the same seeds give the same answers
+                self.replace_engine(lost)  # then all are called again: equal seeds give equal samples
 
     def _scored(self, prompts: PromptDataset, experience: Experience) -> list[RewardResult]:
-        """What every reward model says of the answers, dealt out in runs of equal length."""
+        """Score all samples with every reward model; each process gets a contiguous part of equal length."""
         if self.reward_models is None:
             return []
         rows, size = experience.rows_S.tolist(), self.reward_models.size
@@ -157,11 +157,11 @@ class RolloutClient:
 
 
 class EnvironmentFailed(RunFailed):
-    """More groups of an iteration are left out than may be. What the run holds is whole and can be saved."""
+    """More groups of an iteration failed than --env_max_failed allows. The run's state is intact and can be saved."""
 
 
 class Failures:
-    """Groups of one iteration whose environment failed: left out and counted; too many of them end the run."""
+    """Counts the groups of one iteration whose environment failed; too many of them end the run."""
 
     def __init__(self, options: RLOptions):
         self.options = options
@@ -174,7 +174,7 @@ class Failures:
         self.episodes += sum(group.episodes for group in failed)
         options, more = self.options, f" (and {len(failed) - 1} more groups)" if len(failed) > 1 else ""
         print(f"left out, since {options.environment_flag} failed: {failed[0].problem}{more}", flush=True)
-        # A small batch may lose one, or every flaky episode would end the run.
+        # Even a small batch may lose one group; otherwise every flaky episode would end the run.
         if self.groups > max(options.env_max_failed * options.rollout_batch_size, float(options.env_max_failed > 0)):
             raise EnvironmentFailed(
                 f"{options.environment_flag}: {self.groups} groups of an iteration had to be left out, and "
@@ -188,7 +188,7 @@ class Failures:
 
 @contextmanager
 def serializing_prompts() -> Iterator[None]:
-    """Inside, prompts go to other processes with the columns of their rows."""
+    """Turn an unserializable column of the prompt data into a UserError."""
     try:
         yield
     except NotSerializable as error:
@@ -202,6 +202,6 @@ def _raised(lost: EngineLost) -> None:
 
 
 def _name_row(error: RewardFailed, rows: Sequence[int]) -> None:
-    """Turn the number of a sample into that of its row of the data."""
+    """Replace the index of a sample by its row in the data."""
     if error.row is not None:
         error.row = rows[error.row]

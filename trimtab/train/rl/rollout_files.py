@@ -1,22 +1,21 @@
-"""What a run keeps of its samples: rollouts.jsonl and tokens.jsonl for a person to read, figures for every row of
-metrics, and time_line.jsonl.
+"""Saved samples of a run: rollouts.jsonl and tokens.jsonl for reading, figures for metrics rows, time_line.jsonl.
 
-Of every iteration rollouts.jsonl has the best and the worst answers, each once, and whole groups of a few prompts, the
-same ones where they come again: the first prompts of the evaluation, and of an iteration those whose scrambled row
-number is lowest. Rows of metrics have histograms of rewards and lengths, and the mean score of up to MOST_PROMPTS
-prompts. A row of tokens.jsonl shows where the model was unsure and what is reinforced:
+For every iteration, rollouts.jsonl has the best and worst answers, each once, and whole groups of a few prompts: the
+first prompts of the evaluation, and the training prompts whose scrambled row number is lowest, so that the same prompts
+are followed over time. Rows of metrics have histograms of rewards and lengths, and the mean scores of up to
+MOST_PROMPTS prompts. A row of tokens.jsonl shows where the model was unsure and which tokens are reinforced:
 
-step, answer     which row of rollouts.jsonl it belongs to
-texts            of the tokens after the prompt; a character of several tokens is at the first of them
-drawn            how many tokens are the model's, then the environment's, and so on; the model's carry the loss
-log_probs        of the drawn tokens, as they were drawn
-advantages       of the drawn tokens, as [value, how many] one after another; not in evaluation
-left_out         [place, how many]: of a longer answer the middle is not kept
+step, answer     the row of rollouts.jsonl it belongs to
+texts            of the tokens after the prompt; a character of several tokens is at its first token
+drawn            run lengths: tokens of the model, then of the environment, and so on; the model's carry the loss
+log_probs        of the model's tokens, at sampling time
+advantages       of the model's tokens, as [value, count] runs; not in evaluation
+left_out         [position, count]: the middle of a long answer is not saved
 
-time_line.jsonl says what trainer and engines did, from when to when: where groups outlive an update, phases overlap. A
-row is {"lane": "trainer", "what": "update", "begin": 12.5, "end": 13.1, "iteration": 4}; seconds count from the
-beginning of the run, without the time between a stop and its resume. The trainer's lane has the phases of an iteration;
-"engine 0" generates (WRITING) and "rewards 0" scores (JUDGING), in the first process that has an engine.
+time_line.jsonl has the time spans of trainer and engines, which overlap in asynchronous runs. A row is {"lane":
+"trainer", "what": "update", "begin": 12.5, "end": 13.1, "iteration": 4}; seconds count from the start of the run,
+without the time between a stop and a resume. The lane "trainer" has the phases of an iteration; "engine 0" generates
+("writing") and "rewards 0" scores ("judging") in the first process with an engine.
 """
 
 import itertools
@@ -44,12 +43,11 @@ MOST_ANSWERS = 16  # of a group
 MOST_ITERATIONS = 50  # about this many iterations keep groups, and the first ten
 BINS = 12
 MOST_PROMPTS = 256
-SCRAMBLE = 2654435761  # Knuth's multiplier: neighbours in the file come far apart
+SCRAMBLE = 2654435761  # Knuth's multiplicative hash: chosen rows are spread over the file
 
 
 def best_and_worst(experience: Experience, count: int) -> dict[int, str]:
-    """Up to `count` different answers, half of them the best and half the worst; of an episode in several branches the
-    last."""
+    """Up to `count` different answers, half of them the best and half the worst; episodes by their last branch."""
     ends, rows = experience.lasts_E, experience.rows_S.tolist()
     order = ends[experience.answer_rewards_S[ends].argsort(descending=True, stable=True)].tolist()
     seen: dict[tuple[int, bytes], int] = {}
@@ -62,7 +60,7 @@ def best_and_worst(experience: Experience, count: int) -> dict[int, str]:
 
 
 def whole_groups(experience: Experience, iteration: int, total: int) -> list[int]:
-    """The answers to a few prompts, where this iteration keeps some."""
+    """The answers to a few prompts, if this iteration saves whole groups."""
     if iteration > 10 and iteration % max(1, total // MOST_ITERATIONS):
         return []
     first = experience.rows_S[experience.firsts_G].tolist()
@@ -72,7 +70,7 @@ def whole_groups(experience: Experience, iteration: int, total: int) -> list[int
 
 
 def of_evaluation(experience: Experience) -> Experience:
-    """The answers to the first prompts."""
+    """The evaluation answers to save: those to the first prompts."""
     return experience.take(_shown(experience, range(min(EVALUATION_GROUPS, experience.groups))))
 
 
@@ -87,7 +85,7 @@ def _shown(experience: Experience, groups: Iterable[int]) -> list[int]:
 
 
 def sample_fields(experience: Experience, i: int) -> dict[str, Any]:
-    """What is known of an answer besides its text."""
+    """Reward, its parts and the mean advantage of an answer, for rollouts.jsonl."""
     parts = {name: float(values[i]) for name, values in experience.logs.items() if not values[i].isnan()}
     found: dict[str, Any] = {"reward": float(experience.answer_rewards_S[i])}
     if len(parts) > 1:
@@ -98,7 +96,8 @@ def sample_fields(experience: Experience, i: int) -> dict[str, Any]:
 
 
 def distributions(experience: Experience) -> dict[str, list]:
-    """For a row of metrics: [lowest, highest, count, ...] of rewards and lengths, and [row, score] of prompts."""
+    """Columns for a row of metrics: [lowest, highest, count, ...] of rewards and lengths, and [row, score] of
+    prompts."""
     firsts_E = experience.firsts_E
     means_G = for_groups(lambda scores_GA: scores_GA.mean(1), experience.groups_E, experience.scores_S[firsts_E])
     scores = {}
@@ -124,7 +123,7 @@ def _key(row: int) -> int:
 # ---- tokens.jsonl
 
 
-FIRST, LAST = 384, 128  # tokens of an answer that are kept at most, from its beginning and from its end
+FIRST, LAST = 384, 128  # most tokens saved from the start and from the end of an answer
 UNREADABLE = "\ufffd"
 MOST_OF_A_CHARACTER = 8  # tokens
 
@@ -139,7 +138,7 @@ def token_fields(experience: Experience, i: int, texts: "TokenTexts") -> dict[st
     parts = [ids] if kept.all() else np.split(ids[kept], [FIRST])
     found: dict[str, Any] = {
         "texts": [text for part in parts for text in texts.of(part.tolist())],
-        "drawn": _stretches(drawn[kept].tolist()),
+        "drawn": _run_lengths(drawn[kept].tolist()),
         "log_probs": [_rounded(value) for value in log_probs.tolist()],
     }
     if experience.advantages_N is not None:
@@ -152,14 +151,14 @@ def token_fields(experience: Experience, i: int, texts: "TokenTexts") -> dict[st
 
 
 class TokenTexts:
-    """What single tokens look like within a text."""
+    """Decodes single tokens as they appear inside a text."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
 
     def of(self, ids: list[int]) -> list[str]:
-        """One text for each token, which joined are the text of all of them."""
+        """One string for each token; joined they are the decoded text."""
         texts = [self._alone(token) for token in ids]
         place = 0
         while place < len(ids):
@@ -171,13 +170,13 @@ class TokenTexts:
 
     def _alone(self, token: int) -> str:
         if token not in self._known:
-            # At the beginning of a text some tokenizers drop a space, so the second of two is looked at.
+            # Some tokenizers drop a space at the start of a text, so the token is decoded twice and the second is used.
             once, twice = self._decode([token]), self._decode([token, token])
             self._known[token] = twice[len(once) :] if twice.startswith(once) else once
         return self._known[token]
 
     def _character(self, ids: list[int], texts: list[str], place: int) -> int:
-        """Give the first of several tokens the character that they are together; how many they are."""
+        """Assign a character made of several tokens to the first of them; returns their number."""
         for count in range(2, min(MOST_OF_A_CHARACTER, len(ids) - place) + 1):
             together = self._decode(ids[place : place + count])
             if UNREADABLE not in together:
@@ -189,7 +188,7 @@ class TokenTexts:
         return self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
-def _stretches(drawn: list[bool]) -> list[int]:
+def _run_lengths(drawn: list[bool]) -> list[int]:
     runs = [(mask, len(list(run))) for mask, run in itertools.groupby(drawn)]
     lengths = [length for _, length in runs]
     return [0, *lengths] if runs and not runs[0][0] else lengths
@@ -206,23 +205,24 @@ FILE = "time_line.jsonl"
 TRAINER = "trainer"
 GENERATING, SCORING = "writing", "judging"
 LANES = {GENERATING: "engine", SCORING: "rewards"}
-NEIGHBOURS = 0.005  # seconds between two spans of the same kind that are reported as one
+NEIGHBOURS = 0.005  # spans of the same kind closer than this many seconds are merged
 
 ReportedSpan = tuple[str, float, float]
-"""What was done, and how many seconds before the telling it began and ended: clocks of two machines need not agree."""
+"""(what, begin, end) in seconds before the report: relative, because the clocks of two machines may differ."""
 
 
 class Spans:
-    """What one process does, by several threads if need be, until it is asked for it."""
+    """Thread-safe recorder of one process's time spans between two reports."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._done: list[tuple[str, float, float]] = []
-        self._running: dict[str, tuple[int, float]] = {}  # how many do it, and since when
+        self._running: dict[str, tuple[int, float]] = {}  # number of threads, and start time
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Several at the same time, as rewards of several groups, are one span: from the first to the last."""
+        """Record a span. Concurrent ones (rewards of several groups) count as one, from the first begin to the last
+        end."""
         with self._lock:
             count, begin = self._running.get(what, (0, time.monotonic()))
             self._running[what] = count + 1, begin
@@ -237,7 +237,7 @@ class Spans:
                     self._add(what, begin, time.monotonic())
 
     def taken(self) -> list[ReportedSpan]:
-        """What was not reported yet. Of what still goes on, the part until now."""
+        """Spans since the last report; running ones are reported up to now."""
         with self._lock:
             now = time.monotonic()
             for what, (count, begin) in self._running.items():
@@ -254,10 +254,10 @@ class Spans:
 
 
 class TimeLine:
-    """The file. Without a folder nothing is written."""
+    """Writer of time_line.jsonl. Without a folder nothing is written."""
 
     def __init__(self, folder: Path | None = None, *, resume_from: int | None = None):
-        """`resume_from`: the iteration of the checkpoint a run goes on from; rows after it are removed."""
+        """`resume_from`: the iteration of the checkpoint to resume from; rows after it are removed."""
         self._file: MetricsFile | None = None
         self._began = time.monotonic()
         if folder is not None:
@@ -268,7 +268,7 @@ class TimeLine:
 
     @contextmanager
     def during(self, what: str, iteration: int) -> Iterator[None]:
-        """What the trainer does inside; `iteration` counts from 1, like the steps of the metrics."""
+        """Record a phase of the trainer; `iteration` counts from 1, like the steps of the metrics."""
         begin = time.monotonic()
         try:
             yield
@@ -276,7 +276,7 @@ class TimeLine:
             self._write(TRAINER, what, begin, time.monotonic(), iteration)
 
     def add_engines(self, spans: dict[int, list[ReportedSpan]], iteration: int) -> None:
-        """What the process of each engine has done, as it said just now (`Spans.taken`)."""
+        """Write the spans that each engine's process has just reported (`Spans.taken`)."""
         now = time.monotonic()
         for process, own in spans.items():
             for what, began, ended in own:
@@ -296,12 +296,12 @@ class TimeLine:
 # ---- figures of episodes
 
 
-ENDS = tuple(name for name in FINISHES if name not in ("abort", "failed"))  # of episodes that are learnt from
+ENDS = tuple(name for name in FINISHES if name not in ("abort", "failed"))  # of episodes that can be trained on
 SLOWEST = 95  # percentile
 
 
 def episode_figures(experience: Experience) -> dict[str, float]:
-    """Means over episodes, each counted once, branches and all; nothing where no environment was played."""
+    """Means over episodes, each counted once with all its branches; {} without an environment."""
     if experience.episodes is None:
         return {}
     episodes = [experience.episodes[i] for i in experience.firsts_E]
@@ -318,31 +318,31 @@ def episode_figures(experience: Experience) -> dict[str, float]:
 
 
 def turns(episode: Episode, characters: int) -> list[dict[str, Any]]:
-    """Who said what, as rollouts.jsonl has it."""
+    """The segments of an episode as rows for rollouts.jsonl."""
     return [
         {
-            "role": _role(said),
-            "text": _text(said)[:characters],
-            "tokens": said.end - said.start,
-            "drawn": said.drawn,
-            "reward": said.reward,
-            "seconds": round(said.seconds, 4),
-            **({"branch": said.branch} if said.branch else {}),
+            "role": _role(segment),
+            "text": _text(segment)[:characters],
+            "tokens": segment.end - segment.start,
+            "drawn": segment.drawn,
+            "reward": segment.reward,
+            "seconds": round(segment.seconds, 4),
+            **({"branch": segment.branch} if segment.branch else {}),
         }
-        for said in episode.said
+        for segment in episode.segment
     ]
 
 
-def _role(said: Segment) -> str:
-    if said.drawn:
+def _role(segment: Segment) -> str:
+    if segment.drawn:
         return "assistant"
-    return str(said.messages[0]["role"]) if said.messages else "environment"  # exact tokens have no messages
+    return str(segment.messages[0]["role"]) if segment.messages else "environment"  # exact tokens have no messages
 
 
-def _text(said: Segment) -> str:
-    if said.drawn:
-        return said.text
-    return "\n".join(str(message.get("content") or "") for message in said.messages)
+def _text(segment: Segment) -> str:
+    if segment.drawn:
+        return segment.text
+    return "\n".join(str(message.get("content") or "") for message in segment.messages)
 
 
 def _mean(values: list[float] | list[int]) -> float:

@@ -1,9 +1,9 @@
-"""The rollout worker: a process that runs an engine, with the rewards that are best near it.
+"""The rollout worker: a process that runs an engine and the rewards that need no model.
 
-These are functions, servers and verifiers; reward models are a role of their own (trainer.py). Finished samples go to
-the rewards while others are still being generated. With an environment the samples are episodes, for which another
-engine is put around the first one. Every process samples its own share of the prompts. Processes of a tensor-parallel
-group have the same share: they generate the same samples, go on or stop together, and the first has the rewards.
+These rewards are functions, servers and verifiers; reward models are a separate role (trainer.py). Finished samples are
+scored while others are still being generated. With an environment the samples are episodes, which an episode engine
+around the first engine generates. Every process samples its own share of the prompts. The ranks of a tensor-parallel
+group have the same share: they generate the same samples, continue or stop together, and their first rank scores.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ from trimtab.train.rl.experience import Experience
 
 @dataclass
 class FailedGroup:
-    """A group that is left out because its environment failed, retries and all. No score is made up."""
+    """A group that is left out because its environment failed after all retries. It gets no reward."""
 
-    prompt: int  # index of its prompt in the request; of a group in flight its place
-    problem: str  # of one of its episodes
-    episodes: int = 1  # that failed
+    prompt: int  # index of its prompt in the request; for a group in flight, its place
+    problem: str  # of the first failed episode
+    episodes: int = 1  # number of failed ones
 
 
 def failed_groups(failed: Iterable[Trajectory]) -> list[FailedGroup]:
     found: dict[int, FailedGroup] = {}
     for trajectory in failed:
         assert trajectory.episode is not None, "an environment was played"
-        if trajectory.episode.problem is not None:  # else it was given up for another one of its group
+        if trajectory.episode.problem is not None:  # None: it was aborted because another episode of its group failed
             group = found.setdefault(trajectory.prompt, FailedGroup(trajectory.prompt, trajectory.episode.problem, 0))
             group.episodes += 1
     return list(found.values())
@@ -55,23 +55,23 @@ class SampledGroups:
     failed: list[FailedGroup] = field(default_factory=list)
 
 
-# ---- groups in flight, which may outlive an update (async_worker.py)
+# ---- groups in flight, which may span weight updates (async_worker.py)
 
 
 @dataclass
 class InFlightGroup:
-    """A group that is neither finished nor trained: it may outlive an update."""
+    """An unfinished group, which may span weight updates."""
 
     place: int  # in the order of the prompts
     version: int  # of the weights when it was admitted: the iterations done by then
     row: int  # of the prompt data
     seed: int
-    trajectories: list[Trajectory] = field(default_factory=list)  # of its samples; empty: not begun
+    trajectories: list[Trajectory] = field(default_factory=list)  # of its samples; empty: not started
 
 
 @dataclass
 class Admission:
-    """Groups that a worker is to generate, and the prompt of each."""
+    """Groups for a worker to generate, with their prompts."""
 
     groups: list[InFlightGroup]
     prompt_batch: PromptBatch
@@ -88,12 +88,12 @@ class FinishedGroup:
 
 @dataclass
 class Collected:
-    """What one worker has done since it was asked last."""
+    """Results of one worker since the last `collect`."""
 
     finished: list[FinishedGroup]
-    drawn: int  # tokens
-    read_again: int  # tokens of partial rollouts that other weights had to read
-    seconds: float  # in which the engine was at work
+    drawn: int  # sampled tokens
+    read_again: int  # tokens of partial rollouts that were prefilled again with new weights
+    seconds: float  # busy time of the engine
     failed: list[FailedGroup] = field(default_factory=list)
 
 
@@ -104,15 +104,15 @@ class Wait:
     place: int
     sample: int
     what: str
-    tokens: int  # that it has so far
-    seconds: float  # for which it has waited
+    tokens: int  # generated so far
+    seconds: float  # waited so far
 
 
 # ---- the worker
 
 
 class SampleScorer:
-    """The rewards near the engine, for finished samples of these prompts. A failure names its row of the data."""
+    """Scores finished samples of these prompts with the rewards near the engine. Failures name the row of the data."""
 
     def __init__(self, rewards: Parts, prompt_batch: PromptBatch, tokenizer: Any):
         self.rewards, self.prompt_batch, self.tokenizer = rewards, prompt_batch, tokenizer
@@ -122,7 +122,7 @@ class SampleScorer:
         return self.score(self.request(rollouts), rollouts) if self.rewards else []
 
     def score(self, request: RewardRequest, rollouts: Sequence[Trajectory]) -> list[RewardResult]:
-        """`request`: that of these samples."""
+        """Score; `request` must have been made from `rollouts`."""
         try:
             return [reward(request) for reward, _ in self.rewards]
         except RewardFailed as error:
@@ -131,7 +131,7 @@ class SampleScorer:
             raise
 
     def request(self, rollouts: Sequence[Trajectory]) -> RewardRequest:
-        """Their text without the token that ended it."""
+        """The reward request of these samples, with their text without the stop token."""
         responses = texts_of(self.tokenizer, [r.tokens for r in rollouts])
         ids = [r.prompt_ids for r in rollouts], [r.ids for r in rollouts]
         episodes = [r.episode for r in rollouts if r.episode is not None]
@@ -140,10 +140,12 @@ class SampleScorer:
 
 
 ROLLOUT_FLAGS = "lower --rollout_slots, --rollout_kv_tokens, --generate_max_len or --micro_rollout_batch_size"
-SCORED_AT_ONCE = 64  # finished samples that go to a reward together while others are being written
+SCORED_AT_ONCE = 64  # finished samples scored together while others are still being generated
 
 
 class RolloutWorker(Role):
+    """Generates samples with an engine and scores them with the rewards near it."""
+
     def __init__(
         self,
         engine: Engine,
@@ -154,16 +156,17 @@ class RolloutWorker(Role):
         *,
         player: Engine | None = None,
     ):
-        """`stopped`: whether to give up; `tensor`: processes that generate the same samples; `player`: the engine of
-        episodes around this one."""
+        """`stopped`: whether a stop was requested; `tensor`: ranks that generate the same samples; `player`: the
+        episode
+        engine that uses `engine`."""
         self.engine, self.rewards = engine, rewards
         self.player, self.plays = player or engine, player is not None
         self.tokenizer, self.stopped = tokenizer, stopped
         self.tensor = tensor or Peers()
 
     def describe(self) -> dict[str, Any]:
-        # Which turns of episodes share a batch depends on timing. So the last bits of sampled log-probs are not those
-        # of a resumed run; the trainer's own are.
+        # Timing decides which turns of episodes share a batch, so the engine's log-probs differ in their last bits from
+        # those of a resumed run. The trainer's log-probs do not.
         exact = self.engine.exact
         return {"engine_exact": exact, "exact": exact and not self.plays, **rewards_info(self.rewards)}
 
@@ -177,7 +180,7 @@ class RolloutWorker(Role):
             self.player.close()
         self.engine.close()
 
-    # ---- an engine that is sent its weights
+    # ---- weight transfer to an engine in its own process
 
     def seats(self) -> list[dict[str, Any]]:
         assert isinstance(self.engine, ReceivingEngine)
@@ -188,21 +191,22 @@ class RolloutWorker(Role):
         self.engine.connect(plan)
 
     def receive_weights(self, *, version: int) -> None:
-        """At the same time as the policy sends them."""
+        """Receive weights; the policy must send them at the same time."""
         assert isinstance(self.engine, ReceivingEngine)
         self.engine.receive_weights(version)
 
     def probe(self, *, prompts: list[list[int]], seeds: list[int], sampling: SamplingParams) -> Experience:
-        """Answers to compare with the trainer's log-probs."""
+        """Samples for the comparison of the engine's log-probs with the trainer's."""
         return Experience.of(range(len(prompts)), self.engine.generate(prompts, sampling, seeds=seeds))
 
-    # ---- answers
+    # ---- sampling
 
     def sample(
         self, prompt_batch: PromptBatch, *, sampling: SamplingParams
     ) -> SampledGroups | RewardFailed | InsufficientMemory | None:
-        """None: there were no prompts, or it was given up. A failed reward, or a lack of memory, is returned, not
-        raised: all processes can then still write a checkpoint."""
+        """Sample and score all prompts. None: no prompts, or a stop was requested. A failed reward and out-of-memory
+        are
+        returned, not raised, so that all processes can still write a checkpoint."""
         try:
             with memory_guard():
                 return self._sample(prompt_batch, sampling)
@@ -231,7 +235,7 @@ class RolloutWorker(Role):
                 if rewards.concurrent and len(waiting) >= SCORED_AT_ONCE:
                     scored.add(waiting)
                     found, waiting = found + waiting, []
-            if not self.tensor.is_rank_zero:  # nobody hears what it would say
+            if not self.tensor.is_rank_zero:  # the client reads only the first rank's result
                 return None
             if waiting:
                 scored.submit(waiting)

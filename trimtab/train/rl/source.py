@@ -1,17 +1,16 @@
-"""Rollout sources: where the experience of the next iteration comes from.
+"""Rollout sources, which provide the experience of the next iteration.
 
-    SyncSource      sampled now
+    SyncSource      sampled on request
     ReplaySource    read from a recording
-    AsyncSource     groups that are generated while the trainer learns (async_source.py)
+    AsyncSource     groups generated while the policy trains (async_source.py)
 
-Each returns what was sampled (None: no group was useful any more), how many prompts that took, and figures of it.
+Each returns the experience (None: no useful group was left), the number of prompts used, and figures.
 
-A recording has one file an iteration, with rollouts and their rewards. With the same options a replayed run makes the
-updates of the recorded run, bit for bit. Every file says what its iteration was sampled from, so that a recording is
-not taken for one of other prompts or group sizes. One that was made by hand, such as conversations with tools, may
-leave that out: groups then have the sizes that they have. An asynchronous run is recorded as it was trained, batch by
-batch, and replayed by a synchronous one. Its files also say how stale tokens were weighed, and how stale they might
-get, which the replay takes over.
+A recording has one file an iteration, with samples and their rewards. With the same options, a replayed run repeats the
+recorded run's updates bit for bit. Every file describes the prompts and group sizes it was sampled from, so that a
+mismatch is detected. Recordings made by hand, such as conversations with tools, may leave these out; groups then may
+have any size. An asynchronous run is recorded batch by batch as it was trained, and replayed synchronously. Its files
+also store the staleness bound and the weighting of stale tokens, which the replay adopts.
 """
 
 import dataclasses
@@ -41,15 +40,16 @@ from trimtab.train.rl.experience import Experience, is_earlier
 from trimtab.train.rl.rollout_client import EnvironmentFailed, Failures, RolloutClient
 from trimtab.train.rl.rollout_files import ReportedSpan
 
-# What a run whose answers outlive updates decides for all their tokens.
+# Settings that an asynchronous run fixes for all tokens.
 ASYNC_SETTINGS = ("async_staleness", "mismatch_correction", "mismatch_range")
-# What was sampled (None: no group was useful any more), from how many prompts, and its figures.
+# Experience (None: no useful group was left), number of prompts used, figures.
 Sampled = tuple[Experience | None, int, dict[str, float]]
 
 
 def with_recorded_options(options: RLOptions) -> RLOptions:
-    """The options of a replay, with what the asynchronous run that was recorded decides for all tokens unless they say
-    otherwise. Every process of a run asks, before any of them speaks."""
+    """The options of a replay, with the recorded asynchronous settings where the user gave none. Called in every
+    process
+    before they communicate."""
     if not options.replay:
         return options
     changes: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def with_recorded_options(options: RLOptions) -> RLOptions:
                 changes = {name: async_settings[name] for name in ASYNC_SETTINGS}
                 changes["mismatch_range"] = tuple(changes["mismatch_range"])
     except UserError:
-        return options  # the first process, which looks through all of it, says what is wrong
+        return options  # rank 0 reads the whole recording later and reports the problem
     own = {"mismatch_range"} & options.given
     if {"mismatch_correction", "enable_vllm_is_correction"} & options.given:
         own = {"mismatch_correction", "mismatch_range"}
@@ -67,19 +67,21 @@ def with_recorded_options(options: RLOptions) -> RLOptions:
 
 
 class Recording:
+    """A folder with the samples and rewards of every iteration, to write or to replay."""
+
     def __init__(self, folder: Path, cut: dict[str, int], data: str | None):
-        """`cut`: the options that say how many answers an iteration has; `data`: the prompts' fingerprint. What is left
-        out or None is not known, so any will do."""
+        """`cut`: the options that set the number of samples of an iteration; `data`: the prompts' fingerprint. Missing
+        entries and None are unknown and match anything."""
         self.folder, self.cut, self.data = folder, cut, data
-        self.compared = False  # whether the answers of a group are compared with each other
-        self.rows: int | None = None  # how many prompts there are, if that is known
-        self.sampler: dict[str, Any] = {}  # what decides how the log-probs of drawn tokens are rounded
-        self.sampled_alike = True  # whether those of the iteration read last were rounded as this run does it
-        self.async_settings: dict[str, Any] | None = None  # settings of a run whose answers outlived updates
+        self.compared = False  # whether the estimator compares the answers of a group
+        self.rows: int | None = None  # number of prompts, if known
+        self.sampler: dict[str, Any] = {}  # device and dtype, which decide how sampled log-probs are rounded
+        self.sampled_alike = True  # whether the last iteration read has log-probs rounded as in this run
+        self.async_settings: dict[str, Any] | None = None  # ASYNC_SETTINGS of an asynchronous run
 
     @classmethod
     def of(cls, options: RLOptions, prompts: PromptDataset | None = None) -> "Recording | None":
-        """What a run writes or reads, if it does."""
+        """The recording that a run writes or replays, if any."""
         folder = options.record or options.replay
         if not folder:
             return None
@@ -94,7 +96,7 @@ class Recording:
     # ---- before the run
 
     def check_empty(self) -> None:
-        """Refuse to write beside the iterations of another run."""
+        """Refuse to write into a folder with another run's recording."""
         if any(self._paths()):
             raise UserError(
                 f"--record {self.folder}: it holds a recording already; give another folder, or --load_checkpoint to "
@@ -102,8 +104,8 @@ class Recording:
             )
 
     def check_holds(self, prompts: int, iterations: int) -> None:
-        """Refuse a recording that is damaged, of something else, or of fewer prompts than a run of at most so many
-        iterations needs; the tensors are not read."""
+        """Refuse a recording that is damaged, does not match, or has too few prompts for a run of at most `iterations`;
+        tensors are not read."""
         iteration = 0
         while prompts > 0 and iteration < iterations:
             with self.opened(iteration) as (_, described):
@@ -118,7 +120,7 @@ class Recording:
             iteration += 1
 
     def async_line(self, options: RLOptions) -> str | None:
-        """Of a recording that was looked through: a line about one of an asynchronous run."""
+        """A line for the log if the recording (checked before) is of an asynchronous run."""
         if self.async_settings is None:
             return None
         kind, (low, high) = options.mismatch_correction, options.mismatch_range
@@ -131,14 +133,14 @@ class Recording:
         experience, prompts, figures = sampled
         path = self._path(iteration)
         for later in [found for found in self._paths() if found.name > path.name]:
-            later.unlink()  # written before the run went back to its checkpoint
+            later.unlink()  # written before the run resumed from an earlier checkpoint
         described = {"cut": self.cut, "data": self.data, "prompts": prompts, "figures": figures}
         described |= {"sampler": self.sampler} | (
             {} if self.async_settings is None else {"outliving": self.async_settings}
         )
         tensors = {} if experience is None else experience.tensors()
-        with replacing(path) as beside:
-            save_file(tensors, beside, metadata={"iteration": json.dumps(described)})
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={"iteration": json.dumps(described)})
 
     def read(self, iteration: int) -> Sampled:
         with self.opened(iteration) as (file, described):
@@ -146,12 +148,12 @@ class Recording:
             experience = Experience.from_tensors(tensors) if tensors else None
             if experience is not None:
                 self._check_groups(experience, self._path(iteration))
-            # Recordings made by hand do not say it: their log-probs are taken as they are.
+            # Recordings made by hand have no sampler: their log-probs are used as they are.
             self.sampled_alike = described.get("sampler", self.sampler) == self.sampler
             return experience, described["prompts"], described["figures"]
 
     def _check_groups(self, experience: Experience, path: Path) -> None:
-        """What a recording that was made by hand may get wrong."""
+        """Refuse groups that only a recording made by hand can have."""
         most = self.cut.get("rollout_batch_size", experience.groups)
         if experience.groups > most:
             raise UserError(f"--replay {path}: it has {experience.groups} groups; --rollout_batch_size allows {most}")
@@ -167,7 +169,7 @@ class Recording:
 
     @contextmanager
     def opened(self, iteration: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """A file of tensors, and what it says of itself."""
+        """Open the file of an iteration; yields the file and its metadata."""
         path = self._path(iteration)
         if not path.is_file():
             raise UserError(
@@ -205,22 +207,22 @@ class Recording:
 
 
 def _correction(async_settings: dict[str, Any] | None) -> tuple | None:
-    """How such a run weighs tokens; how old they may get can change on its way."""
+    """The settings that must not change within a recording; the staleness bound may change on resume."""
     return None if async_settings is None else (async_settings["mismatch_correction"], async_settings["mismatch_range"])
 
 
 class RolloutSource(ABC):
-    """Where the experience of the next iteration comes from."""
+    """Provides the experience of the next iteration."""
 
-    recording: Recording | None = None  # to which that is also written
+    recording: Recording | None = None  # if set, every batch is also written to it
 
     @property
     @abstractmethod
     def exact(self) -> bool:
-        """Whether the log-probs of the last batch are those that the trainer would compute."""
+        """Whether the sampled log-probs of the last batch equal those that the trainer would compute."""
 
     def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
-        """The batch of an iteration. None: given up because the run is to stop."""
+        """The batch of an iteration. None: a stop was requested."""
         sampled = self._next(iteration, prompts_used, stop)
         if self.recording is not None and sampled is not None and not stop.signal:
             with writing(f"--record {self.recording.folder}: cannot write there"):
@@ -230,32 +232,32 @@ class RolloutSource(ABC):
     @abstractmethod
     def _next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None: ...
 
-    # ---- groups that outlive an update, if there are any
+    # ---- for sources whose groups span updates
 
     def paused(self) -> AbstractContextManager[None]:
-        """Inside no engine generates: the weights may change, and others may use the engines."""
+        """A context in which no engine generates, so that weights may change and the engines may be used otherwise."""
         return nullcontext()
 
-    def trained(self) -> None:  # noqa: B027 (most keep nothing)
-        """The last batch has been learnt from."""
+    def trained(self) -> None:  # noqa: B027 (most sources keep no state)
+        """Called after the last batch was trained."""
 
     def settled(self) -> dict[str, list[int]] | None:
-        """Which places of the data the last batch settles, and how."""
+        """The places of the last batch by outcome, for ledger.jsonl."""
         return None
 
     def spans(self) -> dict[int, list[ReportedSpan]]:
-        """What each rollout worker has done since it was asked last, for the time-line."""
+        """Time spans of each rollout worker since the last call, for time_line.jsonl."""
         return {}
 
     def rebuilt(self) -> None:  # noqa: B027
-        """All rollout workers are new."""
+        """Called after all rollout workers were rebuilt."""
 
     def engine_replaced(self) -> None:  # noqa: B027
-        """One rollout worker is new."""
+        """Called after one rollout worker was replaced."""
 
     def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        """For a checkpoint, the groups that are not trained yet: tensors, and the rest. `in_hand`: whether the loop has
-        the last batch."""
+        """The untrained groups for a checkpoint, as tensors and JSON. `in_hand`: the loop itself saves the last
+        batch."""
         return {}, None
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -267,23 +269,23 @@ class RolloutSource(ABC):
 
 
 def prompt_order(prompts: int, options: RLOptions, episodes: int) -> SampleOrder:
-    """The prompts one by one, over all episodes."""
+    """The order of prompts over all epochs, one per step."""
     multiple = prompts_per_round(options) if options.drop_last else 1
     shuffled = not options.no_shuffle
     return SampleOrder(prompts, 1, episodes, options.seed, shuffled=shuffled, multiple=multiple)
 
 
 def prompts_per_round(options: RLOptions) -> int:
-    """That are answered in one round of sampling."""
+    """Number of prompts sampled in one round."""
     more = options.vllm_generate_batch_size if options.dynamic_filtering else None
     return more or options.rollout_batch_size
 
 
 class SyncSource(RolloutSource):
-    """Samples of the next prompts; with dynamic filtering, of more and more until enough groups are useful."""
+    """Samples the next prompts on request; with dynamic filtering, until enough groups are useful."""
 
     def __init__(self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, client: RolloutClient):
-        """`order`: the prompts one by one, over all episodes."""
+        """`order`: the prompts over all epochs, one per step."""
         self.options, self.order, self.sampling, self.client = options, order, sampling, client
 
     @property
@@ -297,7 +299,7 @@ class SyncSource(RolloutSource):
         taken, rounds, kept, groups = 0, 0, [], 0
         failures = Failures(options)
         while groups < wanted and taken < left and rounds < most:
-            # Without filtering, more are needed only where groups have failed.
+            # Without filtering, further rounds only replace failed groups.
             at_once = prompts_per_round(options) if options.dynamic_filtering else wanted - groups
             count = min(at_once, left - taken)
             places = range(prompts_used + taken, prompts_used + taken + count)
@@ -342,7 +344,7 @@ def useful_groups(experience: Experience, options: RLOptions) -> list[int]:
 
 
 class ReplaySource(RolloutSource):
-    """What a run recorded."""
+    """Reads the batches of a recorded run."""
 
     def __init__(self, replayed: Recording, client: RolloutClient):
         self.replayed, self.client = replayed, client
@@ -356,8 +358,7 @@ class ReplaySource(RolloutSource):
 
 
 def prepare(experience: Experience, figures: dict[str, float], version: int) -> None:
-    """Refuse samples in which the policy generated nothing. Where some may be stale, mark the tokens that the weights
-    of this version generated."""
+    """Refuse an experience without sampled tokens. In asynchronous runs, mark the tokens sampled by this version."""
     if not bool(experience.drawn_E.any()):
         raise EnvironmentFailed(
             f"iteration {version + 1}: the model drew no token in any of {len(experience)} samples; look at what ends "

@@ -1,6 +1,6 @@
-"""The state of the RL loop: its roles, its counters, and the iteration that it is in the middle of.
+"""The state of the RL loop: its roles, its counters and the current iteration.
 
-Counters and iteration are in every checkpoint.
+Every checkpoint has the counters and the iteration.
 """
 
 import math
@@ -24,7 +24,7 @@ from trimtab.train.rl.rollout_files import distributions, episode_figures
 
 @dataclass
 class Roles:
-    """What the loop calls."""
+    """The groups of role processes that the loop calls."""
 
     actor: Group
     rollouts: Group
@@ -39,7 +39,7 @@ class Roles:
 
     @contextmanager
     def trainers_asleep(self, options: RLOptions) -> Iterator[None]:
-        """--deepspeed_enable_sleep: inside, trainers give their device's memory to the engines."""
+        """--deepspeed_enable_sleep: free the trainers' device memory for the engines inside the context."""
         trainers = self.trainers if options.deepspeed_enable_sleep else []
         for role in trainers:
             role.call("sleep")
@@ -55,7 +55,7 @@ MANY_BAD_STEPS = 5  # in a row: the run stops
 
 @dataclass
 class Counters:
-    """What the loop remembers besides weights; saved with every checkpoint."""
+    """The loop's state besides weights and the current iteration; saved in every checkpoint."""
 
     kl_coefficient: float
     iteration: int = 0
@@ -66,12 +66,12 @@ class Counters:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     first_entropy: float = 0.0
-    at_bound: int = 0  # iterations in a row whose oldest answers were as old as may be
+    at_bound: int = 0  # consecutive iterations at the staleness bound
     start_is_measured: bool = False
     reward_moments: Sequence[float] = NO_MOMENTS  # of all rewards, with --running_reward_norm
 
     def count(self, applied: bool) -> None:
-        """An update that was applied, or skipped because its loss or gradient was not finite."""
+        """Count an update: applied, or skipped because its loss or gradient was not finite."""
         self.skipped_steps += not applied
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= MANY_BAD_STEPS:
@@ -81,8 +81,9 @@ class Counters:
             )
 
     def adapt_kl(self, row: dict[str, Any], options: RLOptions, *, lacks_kl: bool) -> None:
-        """The KL coefficient of the next iteration by the KL of this one; its own into the row. `lacks_kl`: the returns
-        are without the KL, which came in the update."""
+        """Write this iteration's KL coefficient into the row, and adapt it for the next one. `lacks_kl`: the KL was
+        computed
+        in the update, so the returns do not contain it yet."""
         if lacks_kl and not options.use_kl_loss:
             row["return"] -= self.kl_coefficient * row["kl_answer"]
         row["kl_coefficient"] = self.kl_coefficient
@@ -93,17 +94,17 @@ class Counters:
 
 @dataclass
 class Iteration:
-    """The iteration in hand: a rollout, what is known of it, and which of its updates are done."""
+    """The current iteration: its experience, figures, and the reports of the updates done so far."""
 
     experience: Experience
-    prompts: int  # how many were taken from the data
+    prompts: int  # number taken from the data
     figures: dict[str, float]
     reports: list[dict[str, dict[str, float]]] = field(default_factory=list)  # of every update: role -> figures
-    unfinished: dict[str, dict[str, float]] = field(default_factory=dict)  # the same of the update in hand
+    unfinished: dict[str, dict[str, float]] = field(default_factory=dict)  # the same for the current update
     seconds: dict[str, float] = field(default_factory=dict)
 
     def on_disk(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Its tensors, and the rest of it."""
+        """Its tensors and its JSON state."""
         return self.experience.tensors(), {k: v for k, v in vars(self).items() if k != "experience"}
 
     @classmethod
@@ -112,7 +113,7 @@ class Iteration:
 
 
 def row_of(work: Iteration, counters: Counters, bound: int | None = None) -> dict[str, Any]:
-    """What metrics.jsonl says of an iteration, of what is known here. `bound`: how old answers may get."""
+    """The row of metrics.jsonl for an iteration, without timing and evaluation. `bound`: of the staleness."""
     experience = work.experience
     entropy = float(-experience.sampled_N.mean())
     counters.first_entropy = counters.first_entropy or entropy
@@ -134,7 +135,7 @@ def row_of(work: Iteration, counters: Counters, bound: int | None = None) -> dic
 
 
 def summary(reports: list[dict[str, dict[str, float]]]) -> dict[str, float]:
-    """The updates of an iteration in one row: means, and of what is sampled against trained the first update's."""
+    """The reports of an iteration's updates in one row: means, but for log_prob_* the value of the first update."""
     row: dict[str, float] = {}
     for role in ("actor", "critic"):
         found = [report[role] for report in reports if role in report]

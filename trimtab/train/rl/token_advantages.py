@@ -1,14 +1,14 @@
-"""`compute_advantages`: GAE, REINFORCE++, RLOO, GRPO and their relatives, put together from their parts in algos/.
+"""`compute_advantages`: GAE, REINFORCE++, RLOO, GRPO and their relatives, composed from the parts in algos/.
 
-R of each answer, less what it is too long; standardised by all rewards of the run (running); seen against its group
-(group_rewards); clipped
-r of each token: -beta KL, and R on the last one (token_rewards); on the last token of each step the step's reward,
-seen against the group's steps (step_rewards); instead of R, on the last token of each turn, what makes its sum what is
-still to come (turn_rewards); a teacher adds log teacher - log policy
-A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs
+R of each answer: reward minus overlong penalty; optionally standardized by the run's running moments; then compared
+    with its group (group_rewards) and clipped.
+r of each token: -beta KL, plus R on the last token (token_rewards); plus, on the last token of each step, the step's
+    reward compared with the group's steps; or instead of R, on the last token of each turn, the reward whose sum over
+    later turns is the turn's return (turn_end_rewards); a teacher adds log teacher - log policy.
+A of each token: GAE with a critic, otherwise the discounted sum of r (advantages); whitened if the estimator says so.
 
-An episode in several branches is one answer here, and its tokens stand in the order in which they were drawn. An
-answer or episode in which the model drew no token is in no group, mean or deviation, and is counted (empty_samples).
+An episode of several branches is one answer here, with its tokens in the order of sampling. An answer or episode
+without a sampled token is excluded from groups, means and deviations, and counted (empty_samples).
 """
 
 from collections.abc import Sequence
@@ -43,8 +43,7 @@ from trimtab.train.rl.experience import Experience, TimeOrder, TurnLayout
 
 
 def penalties(experience: Experience, options: RLOptions) -> Tensor:
-    """What is taken from each answer's reward because it is too long. An episode is as long as the sequence that it
-    ends in, prompt and all."""
+    """The overlong penalty of each answer. The length of an episode is that of its last sequence, with the prompt."""
     if options.overlong_buffer_len is None:
         return torch.zeros(len(experience.firsts_E))
     lengths_E, longest = experience.lengths_S, options.generate_max_len
@@ -57,8 +56,8 @@ def penalties(experience: Experience, options: RLOptions) -> Tensor:
 def compute_advantages(
     experience: Experience, options: RLOptions, kl_coefficient: float, moments: Sequence[float] | None = None
 ) -> dict[str, float]:
-    """Give the experience its advantages (and returns); the figures of rewards, KL and lengths. `moments`: of all
-    rewards of the run, these among them, where they are standardised by them."""
+    """Set the experience's advantages (and returns), and return figures of rewards, KL and lengths. `moments`: running
+    moments of all rewards of the run including these; None: rewards are not standardized by them."""
     estimator, time, drawn_E = options.estimator, TimeOrder(experience), experience.drawn_E
     penalty_E = penalties(experience, options)
     rewards_E, groups_E = experience.rewards_S[experience.firsts_E] - penalty_E, experience.groups_E
@@ -135,8 +134,9 @@ def compute_advantages(
 def against_groups(
     rewards_E: Tensor, groups_E: Tensor, drawn_E: Tensor, turns: TurnLayout | None, by: str
 ) -> tuple[Tensor, Tensor]:
-    """Every reward as its group's others let it appear, and what a reward of 1 has become in that: 0 where there are no
-    others and the estimator needs them."""
+    """Rewards relative to their group, and the scale by which they were multiplied: 0 for an answer without others in
+    its
+    group if the estimator needs them."""
     unit_E = torch.ones_like(rewards_E)
     if by != "unchanged":
         unit_E = for_answers(compared, groups_E, rewards_E, counted_S=drawn_E)
@@ -148,21 +148,23 @@ def against_groups(
 
 
 def equal_rewards(experience: Experience, rewards_E: Tensor) -> Tensor:
-    """Which groups' rewards are all equal, of the answers in which the model drew something."""
+    """Which groups have equal rewards, over the answers with sampled tokens."""
     return for_groups(equal_groups, experience.groups_E, rewards_E, counted_S=experience.drawn_E, empty=True)
 
 
 def whitened(advantages_N: Tensor, options: RLOptions) -> Tensor:
-    """Where that belongs to the estimator."""
+    """Whiten the advantages if the estimator does so."""
     if not options.estimator.whitened or not len(advantages_N):
         return advantages_N
     return whiten(advantages_N, scale=not options.no_advantage_std_norm)
 
 
 def carrying_loss(experience: Experience, options: RLOptions) -> Tensor | None:
-    """--mask_truncated: which samples carry loss. Those that were cut off are compared with the others of their group
-    and stand in all figures of rewards and lengths, but they are in no update, and the means of losses and of
-    advantages are over the others. None: all do."""
+    """--mask_truncated: which samples carry loss; None: all.
+
+    Truncated samples count in group baselines and in all figures of rewards and lengths, but they are in no update, and
+    the means of losses and advantages leave them out.
+    """
     if not options.mask_truncated:
         return None
     return ~experience.cut_off_S
@@ -171,7 +173,7 @@ def carrying_loss(experience: Experience, options: RLOptions) -> Tensor | None:
 def reward_metrics(
     experience: Experience, rewards_E: Tensor, returns_E: Tensor, kl_N: Tensor | None
 ) -> dict[str, Tensor]:
-    """What there is to say of answers whatever is learnt from them; `rewards_E` are those that groups are seen by."""
+    """Figures of rewards, returns, lengths and KL; `rewards_E`: the rewards that are compared within groups."""
     firsts_E = experience.firsts_E
     answer_rewards_E = experience.answer_rewards_S[firsts_E]
     figures = {
@@ -192,19 +194,19 @@ def reward_metrics(
 
 
 def share_of_several(chosen_G: Tensor, experience: Experience) -> Tensor:
-    """Of the groups that have several answers; 0 without any."""
+    """The share of `chosen_G` among groups with several answers; 0 without such groups."""
     several_G = experience.answers_G > 1
     return (chosen_G & several_G).sum() / several_G.sum().clamp(min=1)
 
 
 def equal_steps(experience: Experience, options: RLOptions) -> Tensor:
-    """Which groups' steps say nothing of which answer is better: all are scored alike and, where rewards are added up
-    as they are, there are as many in each answer."""
+    """Which groups have step rewards that do not distinguish their answers: all steps have the same score and, if step
+    rewards are summed without comparison, all answers have the same number of steps."""
     scores = experience.step_scores
     assert scores is not None
     found = []
     for number in range(experience.groups):
-        group: dict[int, list[float]] = {}  # of every answer
+        group: dict[int, list[float]] = {}  # step scores by answer
         for i in experience.samples_of([number]):
             if experience.drawn_E[experience.episodes_S[i]]:
                 group.setdefault(int(experience.episodes_S[i]), []).extend(scores[i])
@@ -214,7 +216,7 @@ def equal_steps(experience: Experience, options: RLOptions) -> Tensor:
 
 
 def trained(experience: Experience, samples: list[int], options: RLOptions) -> list[int]:
-    """Those of an update that are in it: not what carries no loss, nor episodes in which nothing was drawn."""
+    """The samples of an update that are trained: they carry loss and have sampled tokens."""
     trained_S, learnt_S = experience.lengths_S > 0, carrying_loss(experience, options)
     if learnt_S is not None:
         trained_S &= learnt_S

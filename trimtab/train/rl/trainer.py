@@ -1,6 +1,7 @@
-"""Roles that learn: the actor and the critic. One call of `update` is one optimizer step.
+"""Roles with models: the trained actor and critic, and the frozen reference, teacher and reward models.
 
-Every process of a group runs the same method with its own slices; figures and gradients are summed over all.
+One call of `update` is one optimizer step. Every process of a group runs the same method with its own slices; figures
+and gradients are summed over all.
 """
 
 import contextlib
@@ -43,26 +44,26 @@ from trimtab.train.task import FrozenScorer
 from trimtab.train.update import LossTerm, Totals, accumulate
 
 RoleModel = tuple[PackedModel, Device, Sequence[AtWork]]
-"""A model, where it is, and how it is run without gradients."""
+"""A model, its device, and the context managers in which it runs without gradients."""
 
 
 class ModelRole(Role):
     """A role with models, whose layers may be compiled."""
 
-    called: str  # its model
+    called: str  # name of its model in messages
     options: RLOptions
     mesh: Mesh
 
     def models(self) -> list[RoleModel]:
-        """Those whose layers this role may compile."""
+        """The models whose layers this role may compile."""
         raise NotImplementedError
 
     def learning(self, tokens: float) -> dict[str, Any]:
-        """What its backward passes are, if it learns this many tokens."""
+        """Arguments of `compile_if_worthwhile` for a model trained on this many tokens; {} for a frozen one."""
         return {}
 
     def compile_layers(self, *, learnt: float, scored: float, decided: bool | None) -> dict[str, Any]:
-        """`learnt`, `scored`: tokens over the whole run; `decided`: by the run that this one goes on from."""
+        """Compile the models' layers if that pays off; arguments as in `compile_if_worthwhile`."""
         fixed = {"scored": scored, "decided": decided, **self.learning(learnt)}
         settled = [
             compile_if_worthwhile(self.options, model, device, self.mesh, scores=scores, **fixed)
@@ -80,6 +81,8 @@ class ModelRole(Role):
 
 
 class Trainer(ModelRole):
+    """A trained model with its optimizer, in every process of a data-parallel or sharded group."""
+
     def __init__(
         self, options: RLOptions, model: PackedModel, optimizer: Optimizer, tokenizer: Any, device: Device, mesh: Mesh
     ):
@@ -87,22 +90,22 @@ class Trainer(ModelRole):
         self.tokenizer, self.device, self.mesh = tokenizer, device, mesh
 
     def schedule(self, *, steps: int) -> None:
-        """How many optimizer steps the run will have."""
+        """Set the learning-rate schedule to this many optimizer steps."""
         self.optimizer.schedule(self.options, steps)
 
     def models(self) -> list[RoleModel]:
         return [(self.model, self.device, self.scores())]
 
     def scores(self) -> list[AtWork]:
-        """How its model is run without gradients."""
+        """Context managers in which the model runs without gradients."""
         return [contextlib.nullcontext]
 
     def learning(self, tokens: float) -> dict[str, Any]:
         return {"learnt": tokens, "gradients": self.optimizer.take_gradients}
 
     def sleep(self) -> None:
-        """What only learning needs leaves the device until `wake`. The model stays: an engine that has taken another's
-        place asks for its weights meanwhile."""
+        """Offload optimizer state and free gradients until `wake`. The model stays on the device, because a replacement
+        engine may request its weights meanwhile."""
         if not self.device.is_accelerator:
             return
         self.optimizer.clear_gradients()
@@ -114,14 +117,14 @@ class Trainer(ModelRole):
             self.optimizer.wake()
 
     def memory_gib(self) -> float:
-        """Peak of this process."""
+        """Peak device memory of this process."""
         return self.device.memory_gib()
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> LossTerm:
         raise NotImplementedError
 
     def update(self, slices: Sequence[Slice], *, totals: Totals, step: int, **settings: Any) -> dict[str, float]:
-        """One optimizer step over all passes of all processes, and its figures."""
+        """One optimizer step over all micro-batches of all processes; returns its figures."""
         count = sum(len(part.samples) for part in slices)
 
         def share(batch: TokenBatch) -> LossTerm:
@@ -136,12 +139,13 @@ class Trainer(ModelRole):
         return found | {"grad_norm": report.grad_norm, "applied": float(report.applied)}
 
     def gather_gradients(self) -> None:
-        """For what is not split: a split model has done it in its last backward pass."""
+        """Hook for parameters outside a sharded model, which reduces its gradients in the last backward pass."""
 
     # ---- on disk
 
     def write_state(self, *, folder: Path, step: int) -> str | None:
-        """Everything needed to go on, in parts. A failed disk is returned as text, not raised: other processes wait."""
+        """Write this process's part of the checkpoint. A disk error is returned, not raised, since other processes
+        wait."""
         return problem_of(lambda: write_sharded(folder, self.tensors(), self.mesh, step))
 
     def trained_parameters(self) -> int:
@@ -151,11 +155,11 @@ class Trainer(ModelRole):
         self.restore(ShardedTensors(folder))
 
     def is_finite(self) -> bool:
-        """Whether there is something to go on from, in this process's part of it."""
+        """Whether all values in this process's part of the checkpoint are finite."""
         return all_finite(self.tensors().values())
 
     def carry(self) -> HostTensors:
-        """This process's part of everything, for the same role built anew."""
+        """A copy of this process's state in main memory, for the rebuilt role."""
         return HostTensors(self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -165,7 +169,7 @@ class Trainer(ModelRole):
         self.optimizer.restore(saved)
 
     def save(self, *, folder: Path) -> str | None:
-        """The model as others load it. A disk that fails is returned as text, not raised."""
+        """Save the model as a Hugging Face folder. A disk error is returned, not raised."""
         return problem_of(lambda: self.write_model(folder))
 
     def write_model(self, folder: Path) -> None:
@@ -175,7 +179,7 @@ class Trainer(ModelRole):
 class PolicyTrainer(Trainer):
     called = "policy"
     model: Policy
-    origin: Loaded | None = None  # what was read, before anything was learnt
+    origin: Loaded | None = None  # the pretrained model as loaded
     export: WeightExport | None = None  # to engines in their own processes
     sender: TransferSender | None = None
 
@@ -185,7 +189,7 @@ class PolicyTrainer(Trainer):
         self._shown = contextlib.ExitStack()
 
     def describe(self) -> dict[str, Any]:
-        """For the manifest and the sampling of a run."""
+        """Facts for the run's manifest and sampling parameters."""
         assert self.origin is not None
         return {
             "weights": self.origin.weights,
@@ -201,7 +205,7 @@ class PolicyTrainer(Trainer):
     def scores(self) -> list[AtWork]:
         own = super().scores()
         if self.options.lora_rank > 0 and self.options.init_kl_coef > 0:
-            own.append(lambda: adapters_off(self.model.model))  # as its own reference
+            own.append(lambda: adapters_off(self.model.model))  # the reference
         return own
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> LossTerm:
@@ -225,12 +229,12 @@ class PolicyTrainer(Trainer):
             self.average.restore(saved)
 
     def write_model(self, folder: Path) -> None:
-        """With --enable_ema the average, which is what was asked for."""
+        """Save the model; with --enable_ema, its averaged weights."""
         with contextlib.nullcontext() if self.average is None else self.average.in_place():
             super().write_model(folder)
 
     def show_average(self) -> None:
-        """Until `hide_average`, the model's weights are the average."""
+        """Replace the model's weights by their average until `hide_average`."""
         assert self.average is not None
         self._shown.enter_context(self.average.in_place())
 
@@ -240,7 +244,7 @@ class PolicyTrainer(Trainer):
     # ---- engines in their own processes: all ranks of a sharded policy gather, ranks with a link send
 
     def offer_link(self) -> dict[str, Any]:
-        """Where to connect to, and what will be sent."""
+        """Address to connect to, and names and shapes of the tensors to be sent."""
         assert self.sender is not None and self.export is not None
         about = {"adapter_config": self.export.adapter_config()} if self.export.adapters else {}
         return {**self.sender.offer(), "tensors": self.export.described(), "about": about}
@@ -250,7 +254,7 @@ class PolicyTrainer(Trainer):
         self.sender.open(plan)
 
     def send_weights(self) -> None:
-        """At the same time as the engines receive them."""
+        """Send weights; the engines must receive them at the same time."""
         assert self.sender is not None and self.export is not None
         self.sender.send(self.export.tensors())
 
@@ -274,7 +278,7 @@ class CriticTrainer(Trainer):
         return value_loss_term(self.model, batch, totals, self.options)
 
     def values(self, slices: Sequence[Slice], *, after: bool = False) -> list[Tensor]:
-        """Before each drawn token; or `after` it."""
+        """Values before each sampled token, or `after` it."""
         with memory_guard(), scoring(self.model):
             return fetched([self.model(batch.to(self.device.torch), after=after) for batch in batches_of(slices)])
 
@@ -285,7 +289,7 @@ class ReferenceRole(ModelRole):
 
     def models(self) -> list[RoleModel]:
         found = self.reference
-        # The layers of the policy without its adapters are compiled by the policy's role.
+        # With LoRA the reference is the policy without adapters, whose layers the policy's role compiles.
         return [] if found.adapters_off else [(found.model, found.device, [found.at_work])]
 
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
@@ -309,8 +313,8 @@ class RewardModels(ModelRole):
         return rewards_info(self.rewards) | {"columns": sorted(columns), "texts": texts}
 
     def score(self, request: RewardRequest) -> list[RewardResult] | RewardFailed | InsufficientMemory:
-        """One result a model. What fails is handed back, as by Rollouts, and after all models have been asked: split
-        ones work in all processes or in none."""
+        """One result a model. A failure is returned, not raised, and only after all models were called: a sharded model
+        must run in all processes or in none."""
         results: list[RewardResult] = []
         failures: list[RewardFailed] = []
         try:
@@ -333,7 +337,7 @@ def reward_models_too_large(shortage: OutOfMemory) -> InsufficientMemory:
 
 
 def fetched(found: Sequence[Tensor]) -> list[Tensor]:
-    """In main memory, after all passes: nothing else need wait for a device's results."""
+    """Copy results to main memory after all micro-batches, so that the device is synchronized only once."""
     return [values.cpu() for values in found]
 
 

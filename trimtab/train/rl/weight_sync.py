@@ -1,14 +1,14 @@
-"""How engines get the policy's weights, and whether they sample from them.
+"""Weight sync from the policy to the engines, and checks that engines sample from the synced weights.
 
-An engine in the policy's process reads its weights in place, or takes a copy there. Engines in their own processes
-receive them while the policy's processes send. An engine with a copy may hold something else than was sent without any
-error, and another implementation of attention may be wrong for a model. So log-probs of the same tokens are compared,
-the engine's with the trainer's:
+An engine in the policy's process reads the policy's weights in place, or copies them there. Engines in their own
+processes receive them while the policy's processes send. A copy may differ from the sent weights without any error, and
+another implementation of attention may be wrong for a model. So the engine's log-probs are compared with the trainer's
+on the same tokens:
 
-    LogProbCheck    after every sync, of engines with a copy: they answer a few prompts, which the trainer scores. A
-                    checksum of the weights would not see what the engine made of them
-    SampleCheck     of the built-in engine in fp32: the first samples before anything is learnt from them, and every
-                    iteration by what its first update has measured
+    LogProbCheck    for engines with a copy, after every sync: they answer a few prompts, which the trainer scores. A
+                    checksum of the weights would not detect a wrong conversion inside the engine
+    SampleCheck     for the built-in engine in fp32: on the first samples before they are trained, and in every
+                    iteration on the gap measured in its first update
 """
 
 from collections.abc import Callable, Iterator
@@ -30,41 +30,44 @@ from trimtab.train.rl.micro_batches import MicroBatcher
 from trimtab.train.rl.source import RolloutSource
 from trimtab.train.rl.state import Roles
 
-TOKENS = 256  # at least, of every engine
-LONGEST = 32  # of one answer
-LIMIT = 1e-3  # of the largest difference in fp32
-START_LIMIT = 0.1  # of the mean difference in bf16, with the weights both were loaded with
-SLACK = 3  # of the mean difference in bf16 after that, times the one at the start
+TOKENS = 256  # compared per engine, at least
+LONGEST = 32  # tokens of one answer
+LIMIT = 1e-3  # for the largest difference in fp32
+START_LIMIT = 0.1  # for the mean difference in bf16 with the initial weights
+SLACK = 3  # later limit for the mean difference in bf16, as a multiple of the initial difference
 SAMPLES_LIMIT = 0.01
-"""Of the mean difference in fp32, built-in engine. Rounding leaves about 1e-6 nats; attention that the engine gets
-wrong, 0.1 and more. The largest difference would say less: rounding may send a token to another expert."""
-SAMPLED_TOKENS = 1024  # compared at least, if there are as many
+"""Limit for the mean difference of the built-in engine in fp32. Rounding leaves about 1e-6 nats; wrong attention leaves
+0.1 and more. The mean is used, because rounding may route a single token to another expert."""
+SAMPLED_TOKENS = 1024  # compared at least, if available
 
 
 class WeightSync:
+    """Brings the policy's weights to all engines, verifies them, and replaces lost engines."""
+
     def __init__(self, options: RLOptions, roles: Roles, source: RolloutSource, check: "LogProbCheck | None"):
         """`check`: for engines that hold a copy of the weights."""
         self.options, self.roles, self.source, self.check = options, roles, source, check
-        self.version = 0  # of the weights that engines have, or are being given: the iterations done
-        self.replaced = 0  # engines, of --max_restarts
+        self.version = 0  # version of the engines' weights: the number of iterations done
+        self.replaced = 0  # engines replaced so far; --max_restarts bounds it
 
     def connect(self) -> None:
-        """Before the first sync, while policy and engines hold the weights they were loaded with; again after an engine
-        was replaced."""
+        """Open the transfer links and measure the initial log-prob gap, while policy and engines have the initial
+        weights.
+        Called again after an engine was replaced."""
         if self.options.engines_apart:
             self._open_links()
         if self.check is not None:
             self.check.measure_start()
 
     def use(self, roles: Roles) -> None:
-        """The same roles, rebuilt."""
+        """Continue with rebuilt roles."""
         self.roles = roles
         if self.check is not None:
             self.check.roles = roles
         self.connect()
 
     def sync(self, version: int) -> None:
-        """Engines sample from the policy as it is now, called by this version. RunFailed: they would not."""
+        """Update the engines to the policy's current weights, as `version`. RunFailed: their log-probs do not agree."""
         self.version = version
         with self.source.paused():
             try:
@@ -74,7 +77,7 @@ class WeightSync:
 
     @contextmanager
     def averaged(self, sync: Callable[[], None]) -> Iterator[None]:
-        """Inside, policy and engines hold the weights that are saved: with --enable_ema their average."""
+        """With --enable_ema, use the averaged weights in policy and engines inside the context."""
         if not self.options.enable_ema:
             yield
             return
@@ -87,8 +90,9 @@ class WeightSync:
             sync()
 
     def replace_engine(self, lost: EngineLost) -> None:
-        """Start an engine in the place of a lost one and sync all, while none generates. Raises the loss if none may be
-        started."""
+        """Start a new engine in place of a lost one and sync all, while none generates. Raises `lost` once
+        --max_restarts
+        engines were replaced."""
         while True:
             self.replaced += 1
             if not self.options.engines_apart or self.replaced > self.options.max_restarts:
@@ -106,7 +110,7 @@ class WeightSync:
         if self.options.engines_apart:
             sending = self.roles.actor.start("send_weights")
             receiving = self.roles.rollouts.start("receive_weights", version=self.version)
-            for call in (receiving, sending):  # a lost engine is noticed while engines are waited for
+            for call in (receiving, sending):  # engines first: waiting for them detects a lost one
                 call.wait()
         else:
             self.roles.rollouts.call("weights_changed", version=self.version)
@@ -128,15 +132,15 @@ class WeightSync:
             about=offers[0]["about"],
             patience=self.options.hang_timeout,
         )
-        # Each waits for the other.
+        # Started in both groups before waiting, because each side waits for the other.
         pending = [role.start("join_links", plan=plan) for role in (self.roles.actor, self.roles.rollouts)]
-        for call in reversed(pending):  # a lost engine is noticed while engines are waited for
+        for call in reversed(pending):  # engines first: waiting for them detects a lost one
             call.wait()
 
 
 @dataclass(frozen=True)
 class Gap:
-    """How far two sets of log-probs are apart."""
+    """Difference between two sets of log-probs."""
 
     mean: float
     largest: float
@@ -144,6 +148,8 @@ class Gap:
 
 
 class LogProbCheck:
+    """Compares log-probs of engines that hold a copy of the weights with the trainer's."""
+
     def __init__(self, options: RLOptions, roles: Roles, prompts: PromptDataset, batcher: MicroBatcher):
         self.options, self.roles, self.batcher = options, roles, batcher
         length = min(LONGEST, options.generate_max_len)
@@ -154,7 +160,7 @@ class LogProbCheck:
         self.at_start: Gap | None = None
 
     def measure_start(self) -> None:
-        """With the weights that both were loaded with; once."""
+        """Measure the gap with the initial weights, once."""
         if self.at_start is None:
             self.at_start = self.gap()
             self._check(self.at_start, START_LIMIT, "with the weights both were loaded with")
@@ -164,7 +170,7 @@ class LogProbCheck:
         self._check(self.gap(), max(LIMIT, SLACK * self.at_start.mean), f"after iteration {version}")
 
     def gap(self) -> Gap:
-        """The worst of all engines."""
+        """The largest gap over all engines."""
         found = self.roles.rollouts.call("probe", prompts=self.prompts, seeds=self.seeds, sampling=self.sampling)
         return max((self._gap_of(answers) for answers in found), key=self._size)
 
@@ -189,12 +195,14 @@ class LogProbCheck:
 
 
 class SampleCheck:
+    """Compares the built-in engine's log-probs in fp32 with the trainer's."""
+
     def __init__(self, options: RLOptions, batcher: MicroBatcher, *, engine_exact: bool):
         self.options, self.batcher = options, batcher
-        self.is_due = self.is_exact = engine_exact and not options.replay  # a recording may be of other weights
+        self.is_due = self.is_exact = engine_exact and not options.replay  # a recording may come from other weights
 
     def check_samples(self, experience: Experience, actor: Group) -> None:
-        """The first samples of the run. RunFailed: the engine's log-probs are not the trainer's."""
+        """Check the first samples of the run. RunFailed: the engine's log-probs differ from the trainer's."""
         if not self.is_due:
             return
         self.is_due = False
@@ -209,7 +217,7 @@ class SampleCheck:
             self._check(float(gap_N.mean()), SAMPLES_LIMIT, f"{len(gap_N):,} tokens, which were not trained on,")
 
     def check_row(self, row: dict[str, Any]) -> None:
-        """The same by the figures of an iteration that was trained without dropout."""
+        """Check the gap in the row of an iteration. With dropout the update's log-probs are not comparable."""
         if self.is_exact and not (self.options.keep_dropout or self.options.lora_dropout):
             gap = row.get("log_prob_gap_fresh" if "age" in row else "log_prob_gap", 0.0)
             self._check(gap, MUCH_GAP, f"the tokens of iteration {row['step']}")

@@ -1,8 +1,8 @@
-"""What a tail run measures and writes: the exact probability of bad words, held-out samples, rare events, bad texts.
+"""Measurements and files of a tail run: exact probability of bad words, held-out samples, rare events, bad texts.
 
 before, and after each fit step    log P(an answer to the one prompt holds a bad token)
-after training                     held-out answers of the policy: rewards, returns, KL, tail risk; and P(bad)
-                                   from answers of the proposal, weighed, beside the plain estimate
+after training                     held-out answers of the policy: rewards, returns, KL, tail risk; and P(bad) by
+                                   importance sampling from the proposal, next to the plain estimate
 
 save_path/         proposal/ of repulse; bad_texts.jsonl with --save_negdata
 save_info_path/    the files that evaluate/tail_risk.py describes, under the run's name
@@ -37,13 +37,13 @@ from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.rollout_client import RolloutClient
 
 HELD_OUT = "heldout"  # the store of held-out prompts
-SEED = 0x7A11  # the same streams in every run, so that two differ by the model alone
-THRESHOLDS = (-5.0, -7.0)  # of the documents, where --bad_threshold says nothing
+SEED = 0x7A11  # the same random streams in every run, so that two differ only by the model
+THRESHOLDS = (-5.0, -7.0)  # of the paper, without --bad_threshold
 LEVELS = (0.0001, 0.003, 0.01, 0.1)
 
 
 class BadWords(Role):
-    """A role: the exact probability, where the policy's weights are."""
+    """A role in the policy's processes: the exact probability of an answer with a bad token."""
 
     def __init__(self, policy: Policy, tokens: Sequence[int], length: int, stops: Sequence[int]):
         self.policy, self.arguments = policy, (tokens, length, stops)
@@ -65,8 +65,10 @@ def bad_tokens(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 class TailMeasurements:
+    """Measures before, during and after the training of a tail run."""
+
     def __init__(self, options: TailOptions, samples: int, first_prompt: list[int], held_out: PromptDataset | None):
-        """`samples`: the prompts of an episode."""
+        """`samples`: number of prompts in an episode (one pass over the data)."""
         self.options, self.first_prompt, self.held_out = options, first_prompt, held_out
         self.prompts_a_fit_step = samples * options.num_episodes
 
@@ -76,12 +78,12 @@ class TailMeasurements:
         return {"log_bad_probability": run.roles.bad_words.call("measure", prompt=self.first_prompt)[0]}
 
     def during(self, run: Any, prompts: int) -> dict[str, float]:
-        """At the end of an iteration over `prompts`: the same, where a fit step ends with it."""
+        """At the end of an iteration over `prompts`: measure again if it completes a fit step."""
         used = run.counters.prompts_used
         return self.before(run) if (used + prompts) // self.prompts_a_fit_step > used // self.prompts_a_fit_step else {}
 
     def after(self, run: Any) -> bool:
-        """Whether everything could be measured: a signal may have come between."""
+        """Measure held-out answers after training; False: interrupted by a stop request."""
         run.files.write_history()
         if self.held_out is None:
             return True
@@ -144,7 +146,7 @@ class TailMeasurements:
 
 
 def finite(figures: Any) -> Any:
-    """JSON has no infinite numbers: none is written in their place."""
+    """Replace non-finite numbers by None, since JSON has none."""
     if isinstance(figures, dict):
         return {name: finite(value) for name, value in figures.items()}
     return None if isinstance(figures, float) and not math.isfinite(figures) else figures
@@ -177,7 +179,7 @@ class TailFiles(RunFiles):
             self._bad.close()
 
     def bad_texts(self, experience: Experience) -> list[str]:
-        """Of --save_negdata: prompt and answer of the samples with a reward below the threshold."""
+        """With --save_negdata: prompt and answer of the samples with a reward below the threshold."""
         if not self.options.save_negdata:
             return []
         bad = (experience.rewards_S < self.options.save_negdata_threshold).nonzero()[:, 0].tolist()
@@ -191,13 +193,13 @@ class TailFiles(RunFiles):
                 self._bad.write({"step": step, "texts": sorted(set(texts))})
 
     def write_history(self) -> None:
-        """The files that tell of the whole training: the metrics have it all, also what was before a resume."""
+        """Write the files about the whole training from metrics.jsonl, which also has the rows before a resume."""
         options, rows = self.options, read_rows(self.folder / "metrics.jsonl")
         updates = [row for row in rows if row["step"] > 0]
         tail_risk.write_updates(self.info, self.name, [row["reward"] for row in updates])
         if options.analytic_bad_word_calc:
             measured = [row for row in rows if "log_bad_probability" in row]
-            # Before the first update nothing has been sampled: the first rollout stands for the start.
+            # Nothing is sampled before the first update, so the first rollout represents the start.
             sampled = [updates[0], *(row for row in measured if row["step"] > 0)]
             analytic = tail_risk.Analytic(
                 [row["log_bad_probability"] for row in measured],

@@ -1,15 +1,15 @@
-"""The roles of a tail run: those of an RL run, RePULSe's proposal, the start, and the exact count of bad words.
+"""The roles of a tail run: those of an RL run, RePULSe's proposal, the initial policy, and exact bad-word counts.
 
 A micro-batch's share of one optimizer step:
 
     (1 / answers) sum over tokens of -A_it log p(s_it)        policy: REINFORCE, with the push-down term in A
     (1 / answers) sum over tokens of -A_it log psi_it         proposal: contrastive twist learning
 
-`totals["answers"]` are the policy's own answers, also where the proposal's are pushed down in the same step.
+`totals["answers"]` counts the policy's answers only, also if the proposal's are pushed down in the same step.
 
-The proposal is a second language model q, adapters on the policy's weights, or what modulates the policy: a head, or a
-second model. Adapters and heads work on the policy's weights: every process holds all that they learn, and their
-gradients are averaged. They are built with the policy.
+The proposal is a second language model q, LoRA adapters on the policy's weights, or a modulation of the policy: a head
+or a second model. Adapters and heads use the policy's weights: they are built with the policy, every process holds all
+of their parameters, and their gradients are averaged.
 """
 
 import dataclasses
@@ -57,11 +57,11 @@ TWIST = "twist.safetensors"
 
 
 class TailPolicyTrainer(PolicyTrainer):
-    """The policy."""
+    """Trains the policy by REINFORCE with the push-down term."""
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> LossTerm:
-        """`batch.extra`: advantages_N, and sampled_N where the answers are the policy's own: how far what is trained is
-        from what was sampled, a proposal's answers cannot tell."""
+        """`batch.extra`: advantages_N, and sampled_N for the policy's own answers. The gap between sampled and trained
+        log-probs cannot be measured on the proposal's answers."""
         log_probs_N, sampled_N = self.model(batch).log_probs_N, batch.extra.get("sampled_N")
         loss = reinforce_loss(log_probs_N, batch.extra["advantages_N"]).sum() / totals["answers"]
         found = dict.fromkeys(("log_prob_gap", "log_prob_ratio"), torch.zeros((), device=log_probs_N.device))
@@ -72,7 +72,7 @@ class TailPolicyTrainer(PolicyTrainer):
 
 
 class ProposalTrainer(PolicyTrainer):
-    """A second language model q: log psi = log q - log p, with p as it was."""
+    """Trains a second language model q: log psi = log q - log p, with p before the updates."""
 
     def log_twist(self, batch: TokenBatch) -> Tensor:
         """log psi of every token."""
@@ -88,7 +88,7 @@ class ProposalTrainer(PolicyTrainer):
 
 
 class AdapterProposalTrainer(ProposalTrainer):
-    """Adapters on the policy's weights."""
+    """Trains LoRA adapters on the policy's weights."""
 
     def update(self, slices: Sequence[Slice], **settings: Any) -> dict[str, float]:
         with self.model.at_work():
@@ -107,7 +107,9 @@ class AdapterProposalTrainer(ProposalTrainer):
             return super().log_probs(slices)
 
     def write_model(self, folder: Path) -> None:
-        """The adapters; their base is the policy, which lies in the folder above, or what it began with."""
+        """Save the adapters. Their base is the policy in the parent folder or, if the policy is an adapter too, the
+        pretrained
+        model."""
         if self.mesh.is_rank_zero:
             if self.options.lora_rank == 0:
                 self.model.model.active_peft_config.base_model_name_or_path = str(folder.parent)
@@ -115,7 +117,7 @@ class AdapterProposalTrainer(ProposalTrainer):
 
 
 class TwistHeadTrainer(AdapterProposalTrainer):
-    """A head on the policy's hidden states, whose output is log psi."""
+    """Trains a head on the policy's hidden states, whose output is log psi."""
 
     def log_twist(self, batch: TokenBatch) -> Tensor:
         return self.model.log_twists(batch)
@@ -131,7 +133,7 @@ class TwistHeadTrainer(AdapterProposalTrainer):
 
 
 class TwistModelTrainer(ProposalTrainer):
-    """A second model, whose output is log psi."""
+    """Trains a second model, whose output is log psi."""
 
     model: TwistModel
 
@@ -162,10 +164,10 @@ HEAD_LAYERS = {"modulation_linear_head": 1, "modulation_nn_head": 3}
 def build_actor(options: TailOptions, place: RoleContext) -> dict[str, Any]:
     tokenizer = load_job_tokenizer(options)
     loaded = load_policy(options, place.device, place.mesh)
-    borrowing = None
+    shared_base = None
     if options.method == "repulse" and options.proposal_lora_rank > 0:
         adapted = dataclasses.replace(options, lora_rank=options.proposal_lora_rank)
-        borrowing = SharedBasePolicy(loaded.model, adapted, place.device, split=place.mesh.size > 1)
+        shared_base = SharedBasePolicy(loaded.model, adapted, place.device, split=place.mesh.size > 1)
     kind = PolicyTrainer if options.method == "ppo" else TailPolicyTrainer
     rewards = non_model_rewards(options, place.stop.requested)
     roles: dict[str, Any] = {
@@ -175,7 +177,7 @@ def build_actor(options: TailOptions, place: RoleContext) -> dict[str, Any]:
     if options.lora_rank > 0 and (name := name_of_start(options)):
         roles[name] = scorer(options, place, loaded)
     if options.method == "repulse":
-        learner, rollouts = _proposal(loaded.model, borrowing, rewards, options, tokenizer, place)
+        learner, rollouts = _proposal(loaded.model, shared_base, rewards, options, tokenizer, place)
         roles |= {"proposal": learner, "proposal_rollouts": rollouts}
     if options.analytic_bad_word_calc:
         bad, stops = bad_tokens(options, tokenizer), stop_tokens(loaded.model, tokenizer)
@@ -188,7 +190,7 @@ def build_start(options: TailOptions, place: RoleContext) -> dict[str, Any]:
 
 
 def name_of_start(options: TailOptions) -> str | None:
-    """The role of the policy as it was: what a KL is measured to, or what held-out answers alone are compared with."""
+    """The role with the initial policy: "reference" if it is needed for a KL, "start" if only for held-out answers."""
     if has_reference(options):
         return "reference"
     return "start" if options.evaluate_heldout_sampling else None
@@ -196,13 +198,13 @@ def name_of_start(options: TailOptions) -> str | None:
 
 def _proposal(
     policy: Policy,
-    borrowing: SharedBasePolicy | None,
+    shared_base: SharedBasePolicy | None,
     rewards: Parts,
     options: TailOptions,
     tokenizer: Any,
     place: RoleContext,
 ) -> tuple[ProposalTrainer, Any]:
-    """Its learner, and what answers prompts with it."""
+    """The proposal's trainer and its rollout worker."""
 
     def learner(make: Callable[..., ProposalTrainer], model: Any) -> ProposalTrainer:
         its_options = dataclasses.replace(options, enable_ema=False)
@@ -210,24 +212,24 @@ def _proposal(
         optimizer = make_optimizer(its_options, trained, options.proposal_learning_rate, place)
         return make(its_options, model, optimizer, tokenizer, place.device, place.mesh)
 
-    answering = partial(rollouts_of, options, rewards=rewards, tokenizer=tokenizer, place=place)
-    if borrowing is not None:
-        return learner(AdapterProposalTrainer, borrowing), answering(borrowing)
+    make_rollouts = partial(rollouts_of, options, rewards=rewards, tokenizer=tokenizer, place=place)
+    if shared_base is not None:
+        return learner(AdapterProposalTrainer, shared_base), make_rollouts(shared_base)
     if options.proposal in HEAD_LAYERS:
         model = TwistedPolicy(policy, twist_of(policy, layers=HEAD_LAYERS[options.proposal]))
-        return learner(TwistHeadTrainer, model), answering(model)
+        return learner(TwistHeadTrainer, model), make_rollouts(model)
     if options.proposal == "modulation_model":
         psi = _second_model(options, place, TwistModel)
         model = TwistedPolicy(policy, psi.twist, psi)
-        return learner(partial(TwistModelTrainer, model), psi), answering(model)
+        return learner(partial(TwistModelTrainer, model), psi), make_rollouts(model)
     second = _second_model(options, place)
-    return learner(ProposalTrainer, second), answering(second)
+    return learner(ProposalTrainer, second), make_rollouts(second)
 
 
 def _second_model(
     options: TailOptions, place: RoleContext, within: Callable[[Policy], Any] = lambda policy: policy
 ) -> Any:
-    """From the same weights as the policy, and trained in full."""
+    """A model with the policy's initial weights, trained in full."""
     whole = dataclasses.replace(options, lora_rank=0)
     return load_policy(whole, place.device, place.mesh, within=within).model
 
@@ -236,7 +238,8 @@ def _second_model(
 
 
 def tail_units_of(options: TailOptions, processes: int) -> list[Unit]:
-    """Those of an RL run, with more beside the policy, and the policy as it was where only held-out answers need it."""
+    """The units of an RL run with the proposal's roles in the policy's unit, and the initial policy if only held-out
+    answers need it."""
     actor, *others = make_units(options)
     start = name_of_start(options)
     roles = ["actor", "rollouts"]

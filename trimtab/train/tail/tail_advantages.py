@@ -1,10 +1,10 @@
-"""From rewards to the advantages of the tail methods, put together from their parts in algos/.
+"""Advantages of the tail methods, composed from the parts in algos/.
 
 policy's answers      A = return - baseline (reinforce), of transformed rewards if asked for (reward_transforms);
                       base_proposal adds -kappa n omega (repulse) of the same answers
 proposal's answers    for the proposal omega - nu (ctl); for the policy -kappa n omega, with the same omega
 
-All times the scale of the answer's tokens (answers). What is weighed and measured is the raw reward.
+All are multiplied by the token scale (group_rewards). Weights and figures use the raw reward.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ Figures = dict[str, float]
 
 
 def compute_policy_advantages(experience: Experience, options: TailOptions, kl_coefficient: float) -> Figures:
-    """Give the policy's answers their advantages."""
+    """Set the advantages of the policy's answers."""
     owners_N, groups_S = experience.owners_N, experience.groups_S
     kl_N = None
     if experience.reference_N is not None:
@@ -67,7 +67,9 @@ def transformed(rewards_S: Tensor, options: TailOptions) -> Tensor:
 
 
 def compute_proposal_advantages(experience: Experience, options: TailOptions) -> tuple[Figures, Tensor]:
-    """Give the proposal's answers its advantages; those for the policy come back, to be used after its update."""
+    """Set the proposal's advantages on its answers; returns figures and the policy's advantages on the same answers,
+    which
+    are used after the proposal's update."""
     owners_N = experience.owners_N
     assert experience.policy_N is not None and experience.old_N is not None
     ratio_N = experience.policy_N - experience.old_N
@@ -84,7 +86,7 @@ def compute_proposal_advantages(experience: Experience, options: TailOptions) ->
 
 
 def weights_of(experience: Experience, options: TailOptions, *ratios_S: Tensor) -> Tensor:
-    """omega of every answer."""
+    """The weight omega of every answer."""
 
     def weigh(rewards_GA: Tensor, ratios_GA: Tensor | None = None) -> Tensor:
         return tilted_weights(rewards_GA, options.target_dist_beta, ratios_GA)
@@ -97,7 +99,7 @@ def pushed(weights_S: Tensor, experience: Experience, options: TailOptions) -> T
 
 
 def annealed_options(options: TailOptions, progress: float) -> TailOptions:
-    """With alpha and beta as they are after this share of the training."""
+    """The options with alpha and beta annealed to this share of the training."""
     if options.start_alpha is None and options.start_target_dist_beta is None:
         return options
     alpha = annealed(options.start_alpha, options.alpha, progress)
@@ -114,7 +116,7 @@ def scaled(advantages_N: Tensor, experience: Experience, options: TailOptions) -
 
 
 def weight_figures(weights_S: Tensor, policy_N: Tensor | None, experience: Experience) -> dict[str, Tensor]:
-    """How evenly a group's weights lie, and the mean log-prob under the target that they stand for."""
+    """Effective sample size and largest weight of a group, and the weighted mean log-prob under the policy."""
     groups_S = experience.groups_S
     figures = {
         "effective_samples": for_groups(effective_samples, groups_S, weights_S).mean(),

@@ -1,9 +1,9 @@
-"""A tail run: the RL loop, with answers of a proposal between sampling and updating; its prompts and its launch.
+"""A tail run: the RL loop with updates of a proposal before those of the policy; its prompts and its launch.
 
-    sample the policy, score, shape; as often as asked for: sample the proposal, score, shape, update the proposal;
-    update the policy on both; log, save
+    sample the policy, score, compute advantages; --proposal_updates times: sample the proposal, score, compute
+    advantages, update the proposal; update the policy on both; log, save
 
-The proposal's rounds and its last answers are part of the iteration in hand, hence of every checkpoint.
+The proposal's updates and its last answers are part of the current iteration, and so of every checkpoint.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def replaced(rows: Dataset, key: str, options: TailOptions) -> Dataset:
 # ---- the loop
 
 
-PROPOSAL = 0x9E37  # its answers' streams are other ones than the policy's
+PROPOSAL = 0x9E37  # separates the random streams of its answers from the policy's
 PREFIX = "proposed/"
 
 
@@ -114,14 +114,14 @@ class TailIteration(Iteration):
 
 @dataclass
 class TailRoles(Roles):
-    start: Group | None = None  # the policy as it was, where there is no reference
+    start: Group | None = None  # the initial policy, if there is no reference
     proposal: Group | None = None
     proposal_rollouts: Group | None = None
     bad_words: Group | None = None
 
     @property
     def initial(self) -> Group | None:
-        """The policy as it was."""
+        """The initial policy."""
         return self.start or self.reference
 
 
@@ -152,7 +152,7 @@ class TailRun(RLRun):
 
     @property
     def in_force(self) -> TailOptions:
-        """The options with alpha and beta as they are in this iteration."""
+        """The options with alpha and beta of this iteration."""
         return annealed_options(self.options, self.counters.iteration / max(1, self.files.total - 1))
 
     @property
@@ -161,7 +161,7 @@ class TailRun(RLRun):
 
     # ---- the policy's own answers
 
-    leaves_kl_to_update = False  # returns are wanted before it
+    leaves_kl_to_update = False  # returns are needed before the update
 
     def begin(self, stop: StopRequest) -> TailIteration | None:
         work = super().begin(stop)
@@ -176,7 +176,7 @@ class TailRun(RLRun):
             return super().compute_advantages(experience) | badness_figures(experience, self.options)
         return compute_policy_advantages(experience, self.in_force, self.counters.kl_coefficient)
 
-    # ---- the proposal's
+    # ---- the proposal's answers
 
     def before_updates(self, work: Iteration, stop: StopRequest) -> None:
         assert isinstance(work, TailIteration)
@@ -221,7 +221,7 @@ class TailRun(RLRun):
         return self.proposal_client(requests, "train", self.sampling)
 
     def score_proposed(self, proposed: Experience) -> None:
-        """What the policy and the proposal say of these answers, both before their updates."""
+        """Log-probs of these answers under policy and proposal, both before their updates, and log psi."""
         proposal = self.roles.proposal
         assert proposal is not None
         assert self.proposal_client is not None
@@ -236,14 +236,14 @@ class TailRun(RLRun):
         else:
             self.batcher.fill(proposed, "twist_N", proposal, "log_twists")
 
-    # ---- the update of the policy, on both
+    # ---- the policy's update, on both
 
     def update_actor(self, experience: Experience, samples: list[int]) -> dict[str, float]:
         if self.is_ppo:
             return super().update_actor(experience, samples)
         assert isinstance(self.iteration, TailIteration)
         role, proposed = self.roles.actor, self.iteration.proposed
-        # As in RLRun.update_actor: samples without an advantage have no gradient, but one must stay.
+        # As in MicroBatcher.policy_update: samples with zero advantages have no gradient, but one must stay.
         learnt = with_advantage(experience, samples) or samples[:1]
         parts = self.batcher.parts(role, experience, learnt, "advantages_N", "sampled_N")
         if proposed is not None:
@@ -259,7 +259,7 @@ class TailRun(RLRun):
         if self.roles.proposal_rollouts is not None:
             self.roles.proposal_rollouts.call("weights_changed", version=self.counters.proposal_steps)
 
-    # ---- what is told and kept
+    # ---- metrics and files
 
     def measure(self, work: Iteration, stop: StopRequest) -> dict[str, float]:
         return super().measure(work, stop) | self.measures.during(self, work.prompts)
@@ -307,7 +307,7 @@ def dry_run_tail(options: TailOptions) -> list[str]:
 
 
 def check_bad_words(options: TailOptions, bad: Sequence[int]) -> None:
-    """Whether --analytic_bad_word_calc can be done for this vocabulary and length."""
+    """Refuse --analytic_bad_word_calc if it is infeasible for this vocabulary and length."""
     check_countable(fake_policy(options).config.get_text_config().vocab_size, bad, options.generate_max_len)
 
 
