@@ -64,6 +64,7 @@ GAME = f"{PLAY} --agent_func_path game.py:Game"
 GAME_FILES = ("task.py", "game.py")
 
 JOBS = [
+    Job("options", program="options.py"),
     command("sft, packed", f"{SFT} --packing_samples"),
     command("sft, padded", f"{SFT} --attn_implementation eager"),
     command("sft, LoRA, mixture of experts", f"{SFT} --lora_rank 4".replace("/llama", "/mixtral")),
