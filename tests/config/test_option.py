@@ -1,4 +1,4 @@
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -7,7 +7,6 @@ from trimtab.config.jobs import SFTOptions
 from trimtab.config.option import Limits, Options, every, option
 from trimtab.config.parser import parse
 from trimtab.config.resolved_config import check, settle, settled_and_checked
-from trimtab.config.training_options import job
 from trimtab.errors import UserError
 
 
@@ -31,7 +30,6 @@ def test_limits_let_the_right_values_through_and_say_what_is_wrong_with_the_othe
     assert limits.complaint(wrong) == complaint
 
 
-@dataclass(frozen=True, kw_only=True)
 class Low(Options):
     """Low"""
 
@@ -46,8 +44,7 @@ class Low(Options):
         yield "low"
 
 
-@job("probe", knob=2)
-class High(Low):
+class High(Low, knob=2):
     """High"""
 
     idle_here: ClassVar = {"often": "in a probe"}

@@ -25,7 +25,6 @@ from trimtab.config.jobs import (
 )
 from trimtab.config.option import Limits, Options, options_of
 from trimtab.config.rl_jobs import AnyRLOptions, DAPOOptions, GRPOOptions, PPOOptions, ReinforceOptions, RLOOOptions
-from trimtab.config.training_options import job
 
 SHARED_DEFAULTS = {
     **{"save_path": "./ckpt", "save_steps": -1, "save_hf_ckpt": False, "disable_ds_ckpt": False, "logging_steps": 1},
@@ -259,8 +258,7 @@ def test_every_alias_leads_to_an_option_and_hides_none():
 
 
 def test_a_job_changes_a_default_for_itself_only_and_keeps_help_and_section():
-    @job("probe", max_len=7)
-    class ProbeOptions(DataOptions):
+    class ProbeOptions(DataOptions, max_len=7):
         """Probe"""
 
     assert ProbeOptions().max_len == 7
@@ -273,6 +271,5 @@ def test_a_job_changes_a_default_for_itself_only_and_keeps_help_and_section():
 def test_a_job_cannot_change_the_default_of_an_option_it_does_not_have():
     with pytest.raises(KeyError, match="learning_rate"):
 
-        @job("probe", learning_rate=1.0)
-        class ProbeOptions(DataOptions):
+        class ProbeOptions(DataOptions, learning_rate=1.0):
             """Probe"""

@@ -1,7 +1,6 @@
 """A reward model gives a sample the score that Hugging Face's own class gives it, however the sample comes."""
 
 import json
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ PROMPTS = ["<user>sort 4931><assistant>", "<user>sort 86420><assistant>", "<user
 RESPONSES = ["1349", "02468", "hi"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Options(LoadOptions, RewardHeadOptions):
     pass
 

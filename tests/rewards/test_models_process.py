@@ -1,7 +1,5 @@
 """Step scores are those of the model's own logits at the placeholders, and stand on the tokens that end the steps."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -21,7 +19,6 @@ PROMPTS = ["<user>sort 4931><assistant>", "<user>sort 52><assistant>"]
 RESPONSES = ["1.3.9.4.<eos>", "25<eos>"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Options(LoadOptions, StepRewardOptions):
     pass
 

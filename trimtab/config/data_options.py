@@ -7,7 +7,6 @@ import gzip
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,6 @@ def check_function(place: str, flag: str, otherwise: str) -> None:
         raise UserError(f"{flag}: {file} does not exist; check the path")
 
 
-@dataclass(frozen=True, kw_only=True)
 class CountOptions(Options):
     """Data"""
 
@@ -118,7 +116,6 @@ class CountOptions(Options):
     """At most this many rows are used; in training, to train on."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RowOptions(CountOptions):
     """Data"""
 
@@ -135,7 +132,6 @@ class RowOptions(CountOptions):
         return check_sources(self.eval_dataset, "--eval_dataset")
 
 
-@dataclass(frozen=True, kw_only=True)
 class LengthOptions(Options):
     """Data"""
 
@@ -143,7 +139,6 @@ class LengthOptions(Options):
     """At most this many tokens in a sample, prompt and answer together."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PromptLengthOptions(Options):
     """Data"""
 
@@ -151,7 +146,6 @@ class PromptLengthOptions(Options):
     """At most this many tokens in a prompt; rows with longer ones are left out, and counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SourceOptions(Options):
     """Data"""
 
@@ -167,12 +161,10 @@ class SourceOptions(Options):
         return check_mixture(self.dataset, self.dataset_probs, "--dataset") if self.dataset else ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class DataOptions(SourceOptions, RowOptions, LengthOptions):
     """Data"""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChatTemplateOptions(Options):
     """Conversations"""
 
@@ -180,7 +172,6 @@ class ChatTemplateOptions(Options):
     """Jinja chat template, or a file that holds one, to use instead of the tokenizer's own."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TemplateOptions(ChatTemplateOptions):
     """Conversations"""
 
@@ -203,7 +194,6 @@ class TemplateOptions(ChatTemplateOptions):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class InputColumn(Options):
     """Conversations"""
 
@@ -211,7 +201,6 @@ class InputColumn(Options):
     """Column that holds the prompt, the messages or the text."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class OutputColumn(Options):
     """Conversations"""
 
@@ -219,12 +208,10 @@ class OutputColumn(Options):
     """Column that holds the answer; unset: the answer is the last turn of the input."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ConversationOptions(InputColumn, OutputColumn, TemplateOptions):
     """Conversations"""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LabelColumn(Options):
     """Conversations"""
 
@@ -233,7 +220,6 @@ class LabelColumn(Options):
     step."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreferenceColumns(Options):
     """Conversations"""
 
@@ -255,7 +241,6 @@ FROM_DATA = ("prompt_data", "dataset")
 """Options of jobs that an environment's own rows can stand in for."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PromptOptions(RowOptions, PromptLengthOptions):
     """Data"""
 
@@ -282,7 +267,6 @@ class PromptOptions(RowOptions, PromptLengthOptions):
         return check_mixture(self.prompt_data, self.prompt_data_probs, "--prompt_data")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PromptColumns(InputColumn):
     """Conversations"""
 
@@ -291,7 +275,6 @@ class PromptColumns(InputColumn):
     """Column that is handed to the reward as the prompt's label, such as the right answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PretrainMixOptions(Options):
     """Pre-training mix"""
 
@@ -308,7 +291,6 @@ class PretrainMixOptions(Options):
         return check_sources(self.pretrain_data, "--pretrain_data")
 
 
-@dataclass(frozen=True, kw_only=True)
 class EnvironmentOptions(Options):
     """Environments"""
 
@@ -374,7 +356,6 @@ class EnvironmentOptions(Options):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class AgentTrainingOptions(EnvironmentOptions):
     """Environments"""
 
@@ -398,7 +379,6 @@ class AgentTrainingOptions(EnvironmentOptions):
         return self.idle(own, NEEDED)
 
 
-@dataclass(frozen=True, kw_only=True)
 class LookingOptions(Options):
     """Episodes"""
 

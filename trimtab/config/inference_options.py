@@ -6,7 +6,6 @@ Names and meanings are those of OpenRLHF's batch_inference and interactive_chat,
 import ipaddress
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import ClassVar
 
 from trimtab.config.option import Options, option, required, secret
@@ -14,7 +13,6 @@ from trimtab.config.training_options import PrefixOptions, SamplingOptions
 from trimtab.errors import UserError
 
 
-@dataclass(frozen=True, kw_only=True)
 class TaskOptions(Options):
     """Task"""
 
@@ -40,7 +38,6 @@ class TaskOptions(Options):
         return self.idle(["rollout_batch_size"], "without --iter") if self.iter is None else ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class ConditionOptions(Options):
     """Conditional SFT"""
 
@@ -55,7 +52,6 @@ class ConditionOptions(Options):
         return self.csft_prompt if self.enable_csft else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class PostProcessingOptions(ConditionOptions):
     """Conditional SFT"""
 
@@ -73,7 +69,6 @@ class PostProcessingOptions(ConditionOptions):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class SelectionOptions(Options):
     """Rewards"""
 
@@ -83,7 +78,6 @@ class SelectionOptions(Options):
     sft); unset: every answer with its reward."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DrawingOptions(SamplingOptions):
     """Sampling"""
 
@@ -95,7 +89,6 @@ class DrawingOptions(SamplingOptions):
         return [f"{', '.join(aside)} without effect: --greedy_sampling takes the most likely token"] if aside else ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class AnswerLengthOptions(Options):
     """Sampling"""
 
@@ -103,7 +96,6 @@ class AnswerLengthOptions(Options):
     """At most this many tokens in an answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BatchEngineOptions(PrefixOptions):
     """vLLM"""
 
@@ -113,7 +105,6 @@ class BatchEngineOptions(PrefixOptions):
     """Answers that are written at once."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreambleOptions(Options):
     """Conversations"""
 
@@ -129,7 +120,6 @@ class PreambleOptions(Options):
 # ---- the GCG attack
 
 
-@dataclass(frozen=True, kw_only=True)
 class AttackedOptions(Options):
     """Model"""
 
@@ -145,7 +135,6 @@ class AttackedOptions(Options):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class TargetFileOptions(Options):
     """Targets"""
 
@@ -161,7 +150,6 @@ class TargetFileOptions(Options):
     is unfinished stands in FILE.partial, and the same command goes on there."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SearchOptions(Options):
     """Search (GCG)"""
 
@@ -189,7 +177,6 @@ class SearchOptions(Options):
     """The suffix that a search starts from; it keeps its number of tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SuccessOptions(Options):
     """Success"""
 
@@ -223,7 +210,6 @@ TOKEN_VARIABLE = "TRIMTAB_BEARER_TOKEN"
 NO_TOKEN = "none"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServerOptions(Options):
     """Server"""
 
@@ -252,7 +238,6 @@ class ServerOptions(Options):
         return [f"--host {self.host}: anybody who reaches this machine can use the server; give a --bearer_token"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardServerOptions(ServerOptions):
     """Server"""
 
@@ -260,7 +245,6 @@ class RewardServerOptions(ServerOptions):
     """At most this many samples in one pass, whoever sent them; unset: as many as wait, by tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PolicyServerOptions(ServerOptions):
     """Server"""
 

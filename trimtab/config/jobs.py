@@ -2,62 +2,17 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import MappingProxyType
 
-from trimtab.config.data_options import (
-    ChatTemplateOptions,
-    ConversationOptions,
-    CountOptions,
-    DataOptions,
-    EnvironmentOptions,
-    InputColumn,
-    LabelColumn,
-    LengthOptions,
-    LookingOptions,
-    OutputColumn,
-    PreferenceColumns,
-    PromptColumns,
-    PromptLengthOptions,
-    SourceOptions,
-    TemplateOptions,
-    listed,
-)
-from trimtab.config.inference_options import (
-    AnswerLengthOptions,
-    AttackedOptions,
-    BatchEngineOptions,
-    ConditionOptions,
-    DrawingOptions,
-    PolicyServerOptions,
-    PostProcessingOptions,
-    PreambleOptions,
-    RewardServerOptions,
-    SearchOptions,
-    SelectionOptions,
-    SuccessOptions,
-    TargetFileOptions,
-    TaskOptions,
-)
-from trimtab.config.objective_options import (
-    CachedReferenceOptions,
-    DistillationOptions,
-    JudgeOptions,
-    MergeOptions,
-    PreferenceLossOptions,
-    ReferenceOptions,
-    RewardHeadOptions,
-    RewardInputOptions,
-    RewardLossOptions,
-    RewardScaleOptions,
-    RewardSourceOptions,
-    StepRewardOptions,
-    StepScoreOptions,
-    TargetOptions,
-    UnpairedLossOptions,
-)
+from trimtab.config import data_options as data
+from trimtab.config import inference_options as inference
+from trimtab.config import objective_options as objective
+from trimtab.config import placement_options as placement
+from trimtab.config import rl_options as rl
+from trimtab.config import training_options as training
+from trimtab.config.data_options import listed
 from trimtab.config.option import option
-from trimtab.config.placement_options import ShardingOptions
 from trimtab.config.rl_jobs import (
     AnyRLOptions,
     DAPOOptions,
@@ -67,27 +22,6 @@ from trimtab.config.rl_jobs import (
     RLOOOptions,
     RLOptions,
     TailOptions,
-)
-from trimtab.config.rl_options import EngineOptions
-from trimtab.config.training_options import (
-    AnswerOptions,
-    BackwardOptions,
-    BatchOptions,
-    CallOptions,
-    CheckpointOptions,
-    DropoutOptions,
-    LoadOptions,
-    LoggingOptions,
-    LoraOptions,
-    ModelOptions,
-    OptimiserOptions,
-    PackingOptions,
-    PrecisionOptions,
-    PretrainOptions,
-    ProcessOptions,
-    RunOptions,
-    job,
-    with_defaults,
 )
 from trimtab.errors import UserError
 
@@ -106,20 +40,18 @@ _OF_A_JUDGE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject(ModelOptions, DataOptions):
+class Subject(training.ModelOptions, data.DataOptions):
     """What every training job starts from"""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Training(
-    BatchOptions,
-    OptimiserOptions,
-    LoraOptions,
-    CheckpointOptions,
-    LoggingOptions,
-    ShardingOptions,
-    RunOptions,
+    training.BatchOptions,
+    training.OptimiserOptions,
+    training.LoraOptions,
+    training.CheckpointOptions,
+    training.LoggingOptions,
+    placement.ShardingOptions,
+    training.RunOptions,
 ):
     """How every supervised job is trained"""
 
@@ -129,8 +61,8 @@ class Training(
             return ()
         if not self.packing_samples:
             raise UserError("--train_max_tokens_per_gpu is the budget of packed rows: add --packing_samples")
-        assert isinstance(self, LengthOptions), "every one has data"
-        answers, sample = (2, "pair of two") if isinstance(self, PreferenceColumns) else (1, "sample of")
+        assert isinstance(self, data.LengthOptions), "every one has data"
+        answers, sample = (2, "pair of two") if isinstance(self, data.PreferenceColumns) else (1, "sample of")
         if self.row_tokens(budget) < answers * self.max_len:
             least = math.ceil(answers * self.max_len / self.ring_attn_size)
             raise UserError(
@@ -140,122 +72,128 @@ class Training(
         return ()
 
 
-@job(
-    "sft",
+class SFTOptions(
+    Subject,
+    data.ConversationOptions,
+    objective.TargetOptions,
+    Training,
+    training.AnswerOptions,
+    verb="sft",
     max_epochs=2,
     input_template="User: {}\nAssistant: ",
-    wandb_project="trimtab_train_sft",
-)
-class SFTOptions(Subject, ConversationOptions, TargetOptions, Training, AnswerOptions):
+):
     """Supervised fine-tuning"""
 
 
-@job(
-    "rm",
+class RMOptions(
+    Subject,
+    data.PreferenceColumns,
+    data.TemplateOptions,
+    objective.RewardHeadOptions,
+    objective.RewardLossOptions,
+    Training,
+    verb="rm",
     learning_rate=9e-6,
     micro_train_batch_size=1,
     max_len=512,
-    wandb_project="trimtab_train_rm",
-)
-class RMOptions(Subject, PreferenceColumns, TemplateOptions, RewardHeadOptions, RewardLossOptions, Training):
+):
     """Reward model"""
 
 
-@job(
-    "prm",
+class PRMOptions(
+    Subject,
+    data.InputColumn,
+    data.LabelColumn,
+    objective.StepRewardOptions,
+    Training,
+    verb="prm",
     learning_rate=1e-6,
     micro_train_batch_size=1,
     eval_split="test",
-    wandb_project="trimtab_train_prm",
-)
-class PRMOptions(Subject, InputColumn, LabelColumn, StepRewardOptions, Training):
+):
     """Process reward model"""
 
 
-@job(
-    "dpo",
+class DPOOptions(
+    Subject,
+    training.DropoutOptions,
+    data.PreferenceColumns,
+    data.TemplateOptions,
+    objective.PreferenceLossOptions,
+    objective.CachedReferenceOptions,
+    Training,
+    training.AnswerOptions,
+    verb="dpo",
     learning_rate=1e-5,
     max_len=512,
     eval_split="test",
-    wandb_project="trimtab_train_dpo",
-)
-class DPOOptions(
-    Subject,
-    DropoutOptions,
-    PreferenceColumns,
-    TemplateOptions,
-    PreferenceLossOptions,
-    CachedReferenceOptions,
-    Training,
-    AnswerOptions,
 ):
     """Preference optimisation"""
 
 
 # OpenRLHF starts KTO from bigscience/bloomz-1b7 when no model is named. Nobody means that, so here it must be named.
-@job(
-    "kto",
+class KTOOptions(
+    Subject,
+    training.DropoutOptions,
+    data.ConversationOptions,
+    data.LabelColumn,
+    objective.UnpairedLossOptions,
+    objective.ReferenceOptions,
+    Training,
+    training.AnswerOptions,
+    verb="kto",
     learning_rate=1e-5,
     beta=0.01,
     eval_split="test",
     input_template="User: {}\nAssistant: ",
-    wandb_project="trimtab_train_kto",
-)
-class KTOOptions(
-    Subject,
-    DropoutOptions,
-    ConversationOptions,
-    LabelColumn,
-    UnpairedLossOptions,
-    ReferenceOptions,
-    Training,
-    AnswerOptions,
 ):
     """Kahneman-Tversky optimisation"""
 
 
-@job(
-    "kd",
+class KDOptions(
+    Subject,
+    data.ConversationOptions,
+    objective.TargetOptions,
+    objective.DistillationOptions,
+    Training,
+    training.AnswerOptions,
+    verb="kd",
     eval_split="test",
     output_key="output",
     input_template="User: {}\nAssistant: ",
-    wandb_project="trimtab_train_kd",
-)
-class KDOptions(Subject, ConversationOptions, TargetOptions, DistillationOptions, Training, AnswerOptions):
+):
     """Distillation"""
 
 
 SupervisedOptions = SFTOptions | RMOptions | PRMOptions | DPOOptions | KTOOptions | KDOptions
 
 
-@job(
-    "generate",
+class GenerateOptions(
+    inference.TaskOptions,
+    training.PretrainOptions,
+    data.SourceOptions,
+    data.CountOptions,
+    data.PromptLengthOptions,
+    data.LengthOptions,
+    data.PromptColumns,
+    data.OutputColumn,
+    data.TemplateOptions,
+    inference.AnswerLengthOptions,
+    inference.DrawingOptions,
+    data.EnvironmentOptions,
+    inference.SelectionOptions,
+    objective.RewardSourceOptions,
+    objective.RewardHeadOptions,
+    inference.PostProcessingOptions,
+    inference.BatchEngineOptions,
+    training.ProcessOptions,
+    training.RunOptions,
+    verb="generate",
     seed=1234,
     max_samples=100_000_000,
     output_key="output",
     value_head_prefix="value_head",
     zero_stage=0,
-)
-class GenerateOptions(
-    TaskOptions,
-    PretrainOptions,
-    SourceOptions,
-    CountOptions,
-    PromptLengthOptions,
-    LengthOptions,
-    PromptColumns,
-    OutputColumn,
-    TemplateOptions,
-    AnswerLengthOptions,
-    DrawingOptions,
-    EnvironmentOptions,
-    SelectionOptions,
-    RewardSourceOptions,
-    RewardHeadOptions,
-    PostProcessingOptions,
-    BatchEngineOptions,
-    ProcessOptions,
-    RunOptions,
 ):
     """Answers to many prompts, and their scores"""
 
@@ -302,31 +240,35 @@ class GenerateOptions(
             )
 
 
-@job(
-    "chat",
+class ChatOptions(
+    training.PretrainOptions,
+    data.LengthOptions,
+    inference.PreambleOptions,
+    data.TemplateOptions,
+    inference.DrawingOptions,
+    inference.ConditionOptions,
+    training.RunOptions,
+    verb="chat",
     max_len=4096,
     input_template="User: {}\nAssistant: ",
     temperature=0.2,
     top_p=0.9,
     repetition_penalty=1.2,
-)
-class ChatOptions(
-    PretrainOptions, LengthOptions, PreambleOptions, TemplateOptions, DrawingOptions, ConditionOptions, RunOptions
 ):
     """A conversation with a model"""
 
 
-@job("play")
 class PlayOptions(
-    EnvironmentOptions,
-    LookingOptions,
-    PretrainOptions,
-    SourceOptions,
-    PromptColumns,
-    TemplateOptions,
-    AnswerLengthOptions,
-    DrawingOptions,
-    RunOptions,
+    data.EnvironmentOptions,
+    data.LookingOptions,
+    training.PretrainOptions,
+    data.SourceOptions,
+    data.PromptColumns,
+    data.TemplateOptions,
+    inference.AnswerLengthOptions,
+    inference.DrawingOptions,
+    training.RunOptions,
+    verb="play",
 ):
     """An environment, played by a person or a model and shown as training sees it"""
 
@@ -342,25 +284,26 @@ class PlayOptions(
         return () if self.pretrain else self.idle(["by_hand", "tokens", "greedy_sampling"], "without --pretrain")
 
 
-@job("attack", max_new_tokens=20)
 class AttackOptions(
-    PretrainOptions,
-    BackwardOptions,
-    AttackedOptions,
-    TargetFileOptions,
-    SearchOptions,
-    AnswerLengthOptions,
-    SuccessOptions,
-    RewardInputOptions,
-    RewardScaleOptions,
-    RewardHeadOptions,
-    ProcessOptions,
-    RunOptions,
+    training.PretrainOptions,
+    training.BackwardOptions,
+    inference.AttackedOptions,
+    inference.TargetFileOptions,
+    inference.SearchOptions,
+    inference.AnswerLengthOptions,
+    inference.SuccessOptions,
+    objective.RewardInputOptions,
+    objective.RewardScaleOptions,
+    objective.RewardHeadOptions,
+    training.ProcessOptions,
+    training.RunOptions,
+    verb="attack",
+    max_new_tokens=20,
 ):
     """GCG attack"""
 
     idle_here = MappingProxyType(
-        dict.fromkeys(BackwardOptions.__annotations__, "in an attack: nothing is trained")
+        dict.fromkeys(training.BackwardOptions.__annotations__, "in an attack: nothing is trained")
         | dict.fromkeys(("zero_stage", "hang_timeout"), "in an attack: it runs in one process")
     )
 
@@ -370,23 +313,23 @@ class AttackOptions(
         return () if self.reward_pretrain else self.idle(_OF_A_JUDGE, "without --reward_pretrain")
 
 
-@job("lora-combine")
-class LoraCombineOptions(MergeOptions, PrecisionOptions, CallOptions):
+class LoraCombineOptions(objective.MergeOptions, training.PrecisionOptions, training.CallOptions, verb="lora-combine"):
     """Merge a LoRA adapter into its model"""
 
 
 # A reward model has no steps to end, so the placeholder that a process reward model needs may be missing.
-@job("serve-rm", placeholder_token=None)
 class ServeRMOptions(
-    JudgeOptions,
-    RewardScaleOptions,
-    RewardHeadOptions,
-    StepScoreOptions,
-    LoadOptions,
-    LengthOptions,
-    PackingOptions,
-    RewardServerOptions,
-    CallOptions,
+    objective.JudgeOptions,
+    objective.RewardScaleOptions,
+    objective.RewardHeadOptions,
+    objective.StepScoreOptions,
+    training.LoadOptions,
+    data.LengthOptions,
+    training.PackingOptions,
+    inference.RewardServerOptions,
+    training.CallOptions,
+    verb="serve-rm",
+    placeholder_token=None,
 ):
     """Reward server"""
 
@@ -405,8 +348,15 @@ class ServeRMOptions(
         return self.idle(["value_head_prefix"], "with --placeholder_token") if self.placeholder_token else ()
 
 
-@job("serve", port=8000, max_request_mib=32.0)
-class ServeOptions(PretrainOptions, ChatTemplateOptions, PolicyServerOptions, RunOptions):
+class ServeOptions(
+    training.PretrainOptions,
+    data.ChatTemplateOptions,
+    inference.PolicyServerOptions,
+    training.RunOptions,
+    verb="serve",
+    port=8000,
+    max_request_mib=32.0,
+):
     """Policy server"""
 
 
@@ -420,7 +370,7 @@ TRAINED: dict[str, type[Training] | type[RLOptions]] = {
 }
 """The training jobs by their verbs."""
 
-JOBS: dict[str, type[CallOptions]] = {
+JOBS: dict[str, type[training.CallOptions]] = {
     **TRAINED,
     **{job.verb: job for job in (GenerateOptions, ChatOptions, PlayOptions, AttackOptions)},
     **{job.verb: job for job in (LoraCombineOptions, ServeOptions, ServeRMOptions)},
@@ -434,21 +384,22 @@ JOBS: dict[str, type[CallOptions]] = {
 _NOT_TAKEN = {
     *("compile", "aux_loss_coef", "flash_attn", "use_ms", "gradient_checkpointing_use_reentrant"),
     *("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio"),
-    *(known.name for known in fields(ShardingOptions)),
-    *(known.name for known in fields(RunOptions)),
+    *(known.name for known in fields(placement.ShardingOptions)),
+    *(known.name for known in fields(training.RunOptions)),
 } - {"adam_offload", "grad_accum_dtype", "seed", "full_determinism"}
 
 
-@with_defaults(learning_rate=1e-6, seed=0)
 class LearnerOptions(
-    ModelOptions,
-    DropoutOptions,
-    LoraOptions,
-    OptimiserOptions,
-    EngineOptions,
-    ChatTemplateOptions,
-    ShardingOptions,
-    RunOptions,
+    training.ModelOptions,
+    training.DropoutOptions,
+    training.LoraOptions,
+    training.OptimiserOptions,
+    rl.EngineOptions,
+    data.ChatTemplateOptions,
+    placement.ShardingOptions,
+    training.RunOptions,
+    learning_rate=1e-6,
+    seed=0,
 ):
     """Learner"""
 

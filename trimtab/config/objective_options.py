@@ -70,7 +70,6 @@ CALLED = {name: estimator.called for name, estimator in ESTIMATORS.items()}
 REFERENCE_FREE = ("orpo", "simpo")
 
 
-@dataclass(frozen=True, kw_only=True)
 class TargetOptions(Options):
     """What is learnt"""
 
@@ -85,7 +84,6 @@ class TargetOptions(Options):
         return self.idle(["input_template"], "with --pretrain_mode") if self.pretrain_mode else ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardHeadOptions(Options):
     """Reward head"""
 
@@ -99,7 +97,6 @@ class RewardHeadOptions(Options):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardLossOptions(Options):
     """Loss"""
 
@@ -112,7 +109,6 @@ class RewardLossOptions(Options):
     """Take the rewards to float32 before the loss; that is how it is always done here."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepRewardOptions(Options):
     """Step rewards"""
 
@@ -129,7 +125,6 @@ class StepRewardOptions(Options):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReferenceOptions(Options):
     """Reference"""
 
@@ -144,7 +139,6 @@ class ReferenceOptions(Options):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class CachedReferenceOptions(ReferenceOptions):
     """Reference"""
 
@@ -152,7 +146,6 @@ class CachedReferenceOptions(ReferenceOptions):
     """Score all data with the reference once, before training, and keep the results on disk for the next run."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BetaOptions(Options):
     """Loss"""
 
@@ -160,7 +153,6 @@ class BetaOptions(Options):
     """How strongly a difference in log-probability counts: the larger, the closer to the reference."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreferenceLossOptions(BetaOptions):
     """Loss"""
 
@@ -197,7 +189,6 @@ class PreferenceLossOptions(BetaOptions):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class UnpairedLossOptions(BetaOptions):
     """Loss"""
 
@@ -214,7 +205,6 @@ class UnpairedLossOptions(BetaOptions):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class DistillationOptions(Options):
     """Teacher"""
 
@@ -238,7 +228,6 @@ class DistillationOptions(Options):
         return () if self.kd_coef else ["--teacher_model has no effect with --kd_coef 0"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class MergeOptions(Options):
     """Merge"""
 
@@ -276,7 +265,6 @@ GIVEN = "given:"
 """Before the name of a function that the process was given in Python: it has no file."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TeacherRewardOptions(Options):
     """Rewards"""
 
@@ -287,7 +275,6 @@ class TeacherRewardOptions(Options):
     """Weight of that reward."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class JudgeOptions(Options):
     """Rewards"""
 
@@ -298,7 +285,6 @@ class JudgeOptions(Options):
     """Built-in rewards with their weights, for example gsm8k:1.0,format:0.2."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardSourceOptions(JudgeOptions):
     """Rewards"""
 
@@ -339,7 +325,6 @@ def _is_file_of_a_reward(place: str) -> bool:
     return True
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardScaleOptions(Options):
     """Rewards"""
 
@@ -347,7 +332,6 @@ class RewardScaleOptions(Options):
     """Subtract the mean and divide by the deviation that the reward model's config.json holds."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardOptions(RewardSourceOptions, RewardScaleOptions):
     """Rewards"""
 
@@ -369,7 +353,6 @@ class RewardOptions(RewardSourceOptions, RewardScaleOptions):
         return () if self.reward_pretrain else self.idle(["normalize_reward"], "without --reward_pretrain")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RewardInputOptions(Options):
     """Rewards"""
 
@@ -380,7 +363,6 @@ class RewardInputOptions(Options):
     """At most this many tokens of a pair or a text are read; the question is shortened, not the answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepScoreOptions(StepRewardOptions):
     """Step rewards"""
 

@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast, dataclass_transform
 
 from trimtab.config.aliases import aliases_of, meant
 
@@ -76,28 +76,22 @@ def option(
     at_most: float | None = None,
     below: float | None = None,
     choices: Iterable[Any] | Mapping[Any, str] = (),
-    place: Place | None = None,
-    needs: str | tuple[str, Any] | None = None,
-    refused: str | None = None,
-    always: bool = False,
     addresses: bool = False,
+    **traits: Any,
 ) -> Any:
     """An option with its bounds or choices; of a tuple, those of each value. Options without any are plain defaults.
 
-    `choices` that are a mapping: to what each is called, which help says behind it. `place`: a hub name, or a local
-    path that must exist; models are separated by commas. `needs`: the option without which, or the option and the value
-    without which, this one has no effect. `refused`: why every value but the default is. `always`: a switch for what is
-    always done here. `addresses`: addresses of servers, separated by commas, may be among its values; their credentials
-    are shown nowhere.
+    `choices` as a mapping: each with its name in the field, which help shows. `addresses` and `traits`: `place`,
+    `needs`, `refused` and `always`, as in `Option`.
     """
     limits = Limits(at_least, above, at_most, below, tuple(choices))
-    metadata: dict[str, Any] = {"limits": limits, "place": place, "needs": needs, "refused": refused, "always": always}
-    metadata |= {"addresses": addresses, "called": dict(choices) if isinstance(choices, Mapping) else {}}
+    called = choices if isinstance(choices, Mapping) else {}
+    metadata = {"limits": limits, "called": called, "addresses": addresses, **traits}
     return field(default=default, repr=not addresses, metadata=metadata)
 
 
 def every(default: int) -> Any:
-    """An option for what happens every so many steps, or with -1 never."""
+    """An option for what happens every given number of steps, or with -1 never."""
     return field(default=default, metadata={"limits": Limits(steps=True)})
 
 
@@ -118,13 +112,32 @@ def required(shown: str, what: str, place: Place | None = None) -> Any:
     return field(default=None, metadata={"required": (shown, what), "place": place})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
+@dataclass_transform(
+    frozen_default=True, kw_only_default=True, field_specifiers=(option, every, of_this_call, secret, required, field)
+)
+class OptionGroup:
+    """Makes every subclass a frozen dataclass. Keywords of a class statement change defaults of inherited options:
+    bounds, choices and the like stay, and an option that is required elsewhere is not."""
+
+    def __init_subclass__(cls, **defaults: Any) -> None:
+        for name, default in defaults.items():
+            inherited = [vars(base).get("__dataclass_fields__", {}) for base in cls.__mro__]
+            known = next((known[name] for known in inherited if name in known), None)
+            if known is None:
+                raise KeyError(f"{cls.__name__} has no option {name}")
+            kept = {key: value for key, value in known.metadata.items() if key != "required"}
+            # Declaring the field again under the same type is how a dataclass takes a new default.
+            cls.__annotations__[name] = known.type
+            setattr(cls, name, field(default=default, repr=known.repr, compare=known.compare, metadata=kept))
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Options(OptionGroup):
     """What every group of options is."""
 
     given: frozenset[str] = field(default=cast(Any, None), compare=False, repr=False, metadata={"no_option": True})
-    """Names of the options that the user set, some of them perhaps to their defaults. Made in Python, options count as
-    set where they differ from their defaults."""
+    """Names of the options that the user set, some of them perhaps to their defaults. Options that are made in Python
+    count as set where they differ from their defaults."""
 
     idle_here: ClassVar[Mapping[str, str]] = {}
     """Options that never have an effect in the job, and why: what follows `has no effect`."""
@@ -148,14 +161,14 @@ class Options:
 
     def changed(self, name: str) -> bool:
         """Whether an option is not at its default."""
-        known = type(self).__dataclass_fields__[name]
+        known = self.__dataclass_fields__[name]
         return "no_option" not in known.metadata and getattr(self, name) != known.default
 
     def asks(self, name: str) -> bool:
         """Whether the job has this option and the user set it to anything but off."""
         if name not in self.given:
             return False
-        value, limits = getattr(self, name), type(self).__dataclass_fields__[name].metadata.get("limits")
+        value, limits = getattr(self, name), self.__dataclass_fields__[name].metadata.get("limits")
         return value is not None and value is not False and not (limits is not None and limits.steps and value == -1)
 
     def idle(self, names: Iterable[str], why: str) -> list[str]:
@@ -166,8 +179,10 @@ class Options:
 # ---- the options of a job, read from its dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Option:
+    """What is known of one option of a job."""
+
     name: str
     kind: type
     """bool, int, float or str: the type of one value."""
@@ -177,27 +192,27 @@ class Option:
     """None is a value."""
     words: tuple[str, ...]
     """Words that are values beside those of its type."""
-    bare: str | None
-    """A text option that may stand alone, and then has this value; False then means None."""
     default: Any
     help: str
     section: str
     aliases: tuple[str, ...]
-    secret: bool
-    of_this_call: bool
-    required: tuple[str, str] | None
-    """What stands for its value in the usage line, and in words what to give, if the job cannot start without it."""
-    limits: Limits
-    place: Place | None
+    limits: Limits = Limits()
+    place: Place | None = None
     """A hub name, or a path that must exist: of anything, or of models, separated by commas."""
-    needs: tuple[str, Any] | None
-    """The option without which this one has no effect, and the value it must have, or None for any."""
-    refused: str | None
+    needs: str | tuple[str, Any] | None = None
+    """The option without which this one has no effect, or that option and the value it must have."""
+    refused: str | None = None
     """Why no value but the default is taken."""
-    always: bool
+    always: bool = False
     """A switch for what is always done here."""
-    addresses: bool
-    """Addresses of servers may be in it, with credentials."""
+    addresses: bool = False
+    """Addresses of servers, separated by commas, may be among its values; their credentials are shown nowhere."""
+    secret: bool = False
+    bare: str | None = None
+    """A text option that may stand alone, and then has this value; False then means None."""
+    of_this_call: bool = False
+    required: tuple[str, str] | None = None
+    """What stands for its value in the usage line, and in words what to give, if the job cannot start without it."""
 
     @property
     def flag(self) -> str:
@@ -216,8 +231,7 @@ def _described(job_class: type) -> dict[str, Option]:
     for group in job_class.__mro__:
         for name, text in _help_texts(group).items():
             if name in declared:
-                aliases = aliases_of(name, declared)
-                options[name] = _option(declared[name], text, inspect.getdoc(group) or "", aliases)
+                options[name] = _option(declared[name], text, inspect.getdoc(group) or "", aliases_of(name, declared))
     assert options.keys() == declared.keys(), f"without help text: {sorted(declared.keys() - options.keys())}"
     return options
 
@@ -225,36 +239,22 @@ def _described(job_class: type) -> dict[str, Option]:
 def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) -> Option:
     kind, count, optional, words = _shape(declared.type)
     assert declared.default is not MISSING, f"{declared.name} has no default"
-    needs = declared.metadata.get("needs")
+    traits = dict(declared.metadata)
+    if called := traits.pop("called", {}):  # choices with names that people know
+        *others, last = (f"{choice} ({name})" for choice, name in called.items())
+        text = f"{text}: {', '.join(others)} or {last}."
     return Option(
         name=declared.name,
         kind=kind,
         count=count,
-        optional=optional or "required" in declared.metadata,  # None until it is set
+        optional=optional or "required" in traits,  # None until it is set
         words=words,
-        bare=declared.metadata.get("bare"),
         default=declared.default,
-        help=_with_names(text, declared.metadata.get("called", {})),
+        help=text,
         section=section,
         aliases=aliases,
-        secret="secret" in declared.metadata,
-        of_this_call="of_this_call" in declared.metadata,
-        required=declared.metadata.get("required"),
-        limits=declared.metadata.get("limits", Limits()),
-        place=declared.metadata.get("place"),
-        needs=(needs, None) if isinstance(needs, str) else needs,
-        refused=declared.metadata.get("refused"),
-        always=declared.metadata.get("always", False),
-        addresses=declared.metadata.get("addresses", False),
+        **traits,
     )
-
-
-def _with_names(text: str, called: dict[Any, str]) -> str:
-    """The help of an option whose choices have names that people know."""
-    if not called:
-        return text
-    *others, last = (f"{choice} ({name})" for choice, name in called.items())
-    return f"{text}: {', '.join(others)} or {last}."
 
 
 def _shape(annotation: Any) -> tuple[type, int | None, bool, tuple[str, ...]]:

@@ -9,7 +9,6 @@ they and the built-in engine share the processes of one machine, and what is ask
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.config.option import Options, option
@@ -17,7 +16,6 @@ from trimtab.config.training_options import LoadOptions, PrefixOptions, ProcessO
 from trimtab.errors import UserError
 
 
-@dataclass(frozen=True, kw_only=True)
 class ShardingOptions(ProcessOptions):
     """Processes and sharding"""
 
@@ -142,7 +140,6 @@ _OF_OTHER_ENGINES = (
 _NOTHING_ASKED = {"vllm_num_engines": 0, "vllm_tensor_parallel_size": 1}
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlacementOptions(Options):
     """Placement"""
 
@@ -193,7 +190,6 @@ class PlacementOptions(Options):
                 yield f"--{name} False has no effect without --ray: all models share the processes"
 
 
-@dataclass(frozen=True, kw_only=True)
 class VLLMOptions(PrefixOptions):
     """vLLM"""
 
@@ -241,7 +237,6 @@ class VLLMOptions(PrefixOptions):
             yield f"the built-in engine writes the answers, with the policy's own weights: {', '.join(aside)} set aside"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
     """Placement"""
 

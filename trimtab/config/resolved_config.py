@@ -97,7 +97,7 @@ def _without_effect(options: Options) -> Iterator[str]:
         if option.always and name in options.given and not getattr(options, name):
             yield f"--{name} False has no effect: it is always done here"
         if option.needs is not None:
-            needed, wanted = option.needs
+            needed, wanted = (option.needs, None) if isinstance(option.needs, str) else option.needs
             found = getattr(options, needed)
             if not found or (wanted is not None and found != wanted):
                 yield from options.idle([name], f"without --{needed}{'' if wanted is None else f' {wanted}'}")

@@ -6,48 +6,12 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from trimtab.config.data_options import (
-    AgentTrainingOptions,
-    PretrainMixOptions,
-    PromptColumns,
-    PromptOptions,
-    TemplateOptions,
-)
-from trimtab.config.objective_options import (
-    RewardHeadOptions,
-    RewardInputOptions,
-    RewardOptions,
-    StepScoreOptions,
-    TeacherRewardOptions,
-)
-from trimtab.config.placement_options import ClusterOptions, ShardingOptions
-from trimtab.config.rl_options import (
-    METHODS,
-    ActorOptions,
-    AdvantageOptions,
-    AsyncOptions,
-    AsyncRunOptions,
-    CriticOptions,
-    EngineOptions,
-    KLOptions,
-    PolicyLossOptions,
-    ProposalOptions,
-    RecordingOptions,
-    RolloutOptions,
-    SamplingEvaluationOptions,
-    TailMeasureOptions,
-    TailMethodOptions,
-)
-from trimtab.config.training_options import (
-    BatchOptions,
-    CheckpointOptions,
-    DropoutOptions,
-    LoraOptions,
-    ModelOptions,
-    RunOptions,
-    job,
-    with_defaults,
-)
+from trimtab.config import data_options as data
+from trimtab.config import objective_options as objective
+from trimtab.config import placement_options as placement
+from trimtab.config import rl_options as rl
+from trimtab.config import training_options as training
+from trimtab.config.rl_options import METHODS
 from trimtab.errors import UserError
 
 DYNAMIC_BUDGET = 16_192
@@ -76,36 +40,38 @@ _OF_OTHER_METHODS = (
 
 
 # With --placeholder_token the reward model is a process reward model; it may be missing.
-@with_defaults(max_samples=100_000_000, micro_train_batch_size=4, placeholder_token=None)
 class RLOptions(
-    AsyncRunOptions,
-    ModelOptions,
-    DropoutOptions,
-    PromptOptions,
-    PromptColumns,
-    TemplateOptions,
-    RolloutOptions,
-    EngineOptions,
-    AsyncOptions,
-    AgentTrainingOptions,
-    RewardOptions,
-    RewardHeadOptions,
-    StepScoreOptions,
-    AdvantageOptions,
-    KLOptions,
-    PolicyLossOptions,
-    CriticOptions,
-    PretrainMixOptions,
-    TeacherRewardOptions,
-    RecordingOptions,
-    BatchOptions,
-    ActorOptions,
-    LoraOptions,
-    CheckpointOptions,
-    SamplingEvaluationOptions,
-    ShardingOptions,
-    ClusterOptions,
-    RunOptions,
+    rl.AsyncRunOptions,
+    training.ModelOptions,
+    training.DropoutOptions,
+    data.PromptOptions,
+    data.PromptColumns,
+    data.TemplateOptions,
+    rl.RolloutOptions,
+    rl.EngineOptions,
+    rl.AsyncOptions,
+    data.AgentTrainingOptions,
+    objective.RewardOptions,
+    objective.RewardHeadOptions,
+    objective.StepScoreOptions,
+    rl.AdvantageOptions,
+    rl.KLOptions,
+    rl.PolicyLossOptions,
+    rl.CriticOptions,
+    data.PretrainMixOptions,
+    objective.TeacherRewardOptions,
+    rl.RecordingOptions,
+    training.BatchOptions,
+    rl.ActorOptions,
+    training.LoraOptions,
+    training.CheckpointOptions,
+    rl.SamplingEvaluationOptions,
+    placement.ShardingOptions,
+    placement.ClusterOptions,
+    training.RunOptions,
+    max_samples=100_000_000,
+    micro_train_batch_size=4,
+    placeholder_token=None,
 ):
     """What every RL job has: they are one job with different defaults"""
 
@@ -366,66 +332,56 @@ class RLOptions(
             yield f"the last step of an iteration has {samples % step} samples, not --train_batch_size {wanted}"
 
 
-@job("ppo", wandb_project="trimtab_train_ppo")
-class PPOOptions(RLOptions):
+class PPOOptions(RLOptions, verb="ppo"):
     """Proximal policy optimisation"""
 
 
-@job("rl", wandb_project="trimtab_train_rl")
-class AnyRLOptions(RLOptions):
+class AnyRLOptions(RLOptions, verb="rl"):
     """RL as a config file says"""
 
 
 # The KL as a k3 loss with weight 0.001 is what both OpenRLHF's and PaddleNLP's GRPO recipes have.
-@job(
-    "grpo",
+class GRPOOptions(
+    RLOptions,
+    verb="grpo",
     advantage_estimator="group_norm",
     n_samples_per_prompt=8,
     use_kl_loss=True,
     kl_estimator="k3",
     init_kl_coef=1e-3,
-    wandb_project="trimtab_train_grpo",
-)
-class GRPOOptions(RLOptions):
+):
     """Group relative policy optimisation"""
 
 
 # Clip higher, no KL, the mean over tokens, and groups that teach nothing sampled again.
-@job(
-    "dapo",
+class DAPOOptions(
+    RLOptions,
+    verb="dapo",
     advantage_estimator="group_norm",
     n_samples_per_prompt=8,
     eps_clip_low_high=(0.2, 0.28),
     init_kl_coef=0.0,
     dynamic_filtering=True,
-    wandb_project="trimtab_train_dapo",
-)
-class DAPOOptions(RLOptions):
+):
     """GRPO with DAPO's settings"""
 
 
-@job(
-    "reinforce",
-    advantage_estimator="reinforce",
-    wandb_project="trimtab_train_reinforce",
-)
-class ReinforceOptions(RLOptions):
+class ReinforceOptions(RLOptions, verb="reinforce", advantage_estimator="reinforce"):
     """REINFORCE++"""
 
 
-@job(
-    "rloo",
-    advantage_estimator="rloo",
-    n_samples_per_prompt=8,
-    wandb_project="trimtab_train_rloo",
-)
-class RLOOOptions(RLOptions):
+class RLOOOptions(RLOptions, verb="rloo", advantage_estimator="rloo", n_samples_per_prompt=8):
     """REINFORCE leave-one-out"""
 
 
 # The defaults are those of the smaller of RePULSe's two experiments with real models.
-@job(
-    "tail",
+class TailOptions(
+    RLOptions,
+    objective.RewardInputOptions,
+    rl.TailMethodOptions,
+    rl.ProposalOptions,
+    rl.TailMeasureOptions,
+    verb="tail",
     rollout_batch_size=50,
     n_samples_per_prompt=5,
     generate_max_len=20,
@@ -441,9 +397,7 @@ class RLOOOptions(RLOptions):
     critic_learning_rate=3e-5,
     lr_scheduler="constant",
     adam_betas=(0.9, 0.999),
-    wandb_project="trimtab_train_tail",
-)
-class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOptions, TailMeasureOptions):
+):
     """Rare bad answers made rarer"""
 
     trainer: ClassVar[str] = "tail"

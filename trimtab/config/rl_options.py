@@ -1,7 +1,6 @@
 """Options of the RL jobs: rollouts, advantages, losses, asynchronous training, and the tail methods."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.config.data_options import (
@@ -15,7 +14,6 @@ from trimtab.config.training_options import AnswerOptions, SamplingOptions, Upda
 from trimtab.errors import UserError
 
 
-@dataclass(frozen=True, kw_only=True)
 class RecordingOptions(Options):
     """Rollouts"""
 
@@ -30,7 +28,6 @@ class RecordingOptions(Options):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class RolloutOptions(SamplingOptions):
     """Rollouts"""
 
@@ -93,7 +90,6 @@ class RolloutOptions(SamplingOptions):
         return self.idle(["vllm_generate_batch_size", "dynamic_filtering_reward_range"], "without --dynamic_filtering")
 
 
-@dataclass(frozen=True, kw_only=True)
 class EngineOptions(Options):
     """Built-in rollout engine"""
 
@@ -107,7 +103,6 @@ class EngineOptions(Options):
     figures."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class AdvantageOptions(Options):
     """Advantages"""
 
@@ -132,7 +127,6 @@ class AdvantageOptions(Options):
             yield f"--no_advantage_std_norm has no effect: {estimator.name} does not whiten its advantages"
 
 
-@dataclass(frozen=True, kw_only=True)
 class KLOptions(Options):
     """KL to the reference"""
 
@@ -163,7 +157,6 @@ class KLOptions(Options):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class PolicyLossOptions(Options):
     """Policy loss"""
 
@@ -212,7 +205,6 @@ class PolicyLossOptions(Options):
             yield f"--{bounds} has no effect as a lower bound: --policy_loss_type cispo bounds from above alone"
 
 
-@dataclass(frozen=True, kw_only=True)
 class CriticOptions(Options):
     """Critic"""
 
@@ -229,7 +221,6 @@ class CriticOptions(Options):
     """Save the critic too, in critic/ of --save_path."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ActorOptions(UpdateOptions):
     """Optimiser"""
 
@@ -241,7 +232,6 @@ class ActorOptions(UpdateOptions):
     """Decay of that average."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SamplingEvaluationOptions(AnswerOptions):
     """Logging and evaluation"""
 
@@ -262,7 +252,6 @@ BOUND_PER_BATCH = 4
 """--async_staleness for each batch of --async_queue_size, if nobody says how old answers may get."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class AsyncOptions(Options):
     """Asynchronous training"""
 
@@ -315,7 +304,6 @@ class AsyncOptions(Options):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class AsyncRunOptions(PromptOptions, RolloutOptions, AsyncOptions, RecordingOptions, ClusterOptions):
     """What asynchronous training has to say to other groups; it has no options of its own."""
 
@@ -391,7 +379,6 @@ GPT2_BAD_TOKENS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class TailMethodOptions(Options):
     """Rare bad answers"""
 
@@ -445,7 +432,6 @@ class TailMethodOptions(Options):
                 yield from self.idle([name], f"with --method {self.method}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ProposalOptions(Options):
     """Proposal of repulse"""
 
@@ -473,7 +459,6 @@ class ProposalOptions(Options):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class TailMeasureOptions(Options):
     """Measurements"""
 

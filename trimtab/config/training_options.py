@@ -6,12 +6,11 @@ that the same set of jobs shares; its docstring is their heading in `--help`. Bo
 defaults. Names and meanings follow OpenRLHF v0.7 to v0.8; where those versions disagree v0.8.5 decides.
 """
 
-import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+from collections.abc import Iterable
+from dataclasses import field
+from typing import Any, ClassVar, Literal
 
 from trimtab.config.option import Options, every, of_this_call, option, required, secret
 from trimtab.errors import UserError
@@ -30,17 +29,24 @@ PASS_SIZES = SAMPLES_IN_A_PASS | {"train_max_tokens_per_gpu", "use_dynamic_batch
 Origin = tuple[str, str, int | None]  # an option, the word of a file that sets it, and its line, if the file has it
 
 
-@dataclass(frozen=True, kw_only=True)
 class CallOptions(Options):
     """Run"""
 
     verb: ClassVar[str]
-    trainer: ClassVar[str]
+    trainer: ClassVar[str] = "supervised"
     """The module of trimtab.train that does the job, where it is a training job."""
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata={"no_option": True})
     """What there is to say about how the options were read."""
     origins: tuple[Origin, ...] = field(default=(), compare=False, repr=False, metadata={"no_option": True})
     """Of options that a file in other words has set."""
+
+    def __init_subclass__(cls, verb: str | None = None, **defaults: Any) -> None:
+        """`verb` makes the class a job of that name."""
+        if verb is not None:
+            cls.verb = verb
+            if hasattr(cls, "wandb_project"):
+                defaults["wandb_project"] = f"trimtab_train_{verb}"
+        super().__init_subclass__(**defaults)
 
     config: str | None = of_this_call(None)
     """YAML file of options under these same names, or for `trimtab rl` one of PaddleNLP's; what the command line says
@@ -50,7 +56,6 @@ class CallOptions(Options):
     tell a sample with its loss mask, the steps and the memory of the run."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunOptions(CallOptions):
     """Run"""
 
@@ -60,7 +65,6 @@ class RunOptions(CallOptions):
     """Deterministic kernels only, so that two runs on one accelerator agree bit for bit."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PrecisionOptions(Options):
     """Model"""
 
@@ -73,7 +77,6 @@ class PrecisionOptions(Options):
         return ["--trust_remote_code: Python code that comes with the models is run"] if self.trust_remote_code else []
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoadOptions(PrecisionOptions):
     """Model"""
 
@@ -96,7 +99,6 @@ class LoadOptions(PrecisionOptions):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class PretrainOptions(LoadOptions):
     """Model"""
 
@@ -104,7 +106,6 @@ class PretrainOptions(LoadOptions):
     """Model to start from: a hub name or a local folder."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BackwardOptions(Options):
     """Model"""
 
@@ -138,7 +139,6 @@ class BackwardOptions(Options):
         return self.gradient_checkpointing and self.gradient_checkpointing_layers == "auto"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelOptions(PretrainOptions, BackwardOptions):
     """Model"""
 
@@ -174,7 +174,6 @@ class ModelOptions(PretrainOptions, BackwardOptions):
         return "--load_in_4bit" if self.load_in_4bit else None
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoraOptions(Options):
     """LoRA"""
 
@@ -200,7 +199,6 @@ class LoraOptions(Options):
         return self.idle(("lora_alpha", "lora_dropout", "target_modules"), "without --lora_rank")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DropoutOptions(Options):
     """Model"""
 
@@ -209,7 +207,6 @@ class DropoutOptions(Options):
     without it; --lora_dropout is not touched."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class UpdateOptions(Options):
     """Optimiser"""
 
@@ -235,7 +232,6 @@ class UpdateOptions(Options):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimiserOptions(UpdateOptions):
     """Optimiser"""
 
@@ -243,7 +239,6 @@ class OptimiserOptions(UpdateOptions):
     """Peak learning rate."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PackingOptions(Options):
     """Batches"""
 
@@ -255,7 +250,6 @@ PER_DEVICE = frozenset({"per_device_train_batch_size", "gradient_accumulation_st
 """Words of tools in which a step is as large as its parts together."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BatchOptions(PackingOptions):
     """Batches"""
 
@@ -316,7 +310,6 @@ class BatchOptions(PackingOptions):
             )
 
 
-@dataclass(frozen=True, kw_only=True)
 class SamplingOptions(Options):
     """Sampling"""
 
@@ -328,7 +321,6 @@ class SamplingOptions(Options):
     """Tokens that were there before are made less likely by this factor; 1: not."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PrefixOptions(Options):
     """vLLM"""
 
@@ -344,7 +336,6 @@ def checkpoints_in(save_path: str) -> str:
     return os.path.join(save_path, "checkpoints")
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Options):
     """Checkpoints"""
 
@@ -400,7 +391,6 @@ class CheckpointOptions(Options):
         return self.idle(("save_hf_ckpt", "disable_ds_ckpt"), "without --save_steps, unless the run is stopped")
 
 
-@dataclass(frozen=True, kw_only=True)
 class LoggingOptions(Options):
     """Logging and evaluation"""
 
@@ -444,7 +434,6 @@ class LoggingOptions(Options):
         return self.idle(["wandb_run_name"], "without --use_wandb, --use_tensorboard, --use_visualdl or --use_trackio")
 
 
-@dataclass(frozen=True, kw_only=True)
 class AnswerOptions(LoggingOptions):
     """Logging and evaluation"""
 
@@ -458,7 +447,6 @@ class AnswerOptions(LoggingOptions):
         return ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class ProcessOptions(Options):
     """Processes and sharding"""
 
@@ -480,48 +468,3 @@ class ProcessOptions(Options):
     def data_parts(self, processes: int) -> int:
         """How many of so many processes learn from samples of their own."""
         return processes
-
-
-# ---- jobs, made of groups
-
-
-Group = TypeVar("Group", bound=Options)
-Job = TypeVar("Job", bound=CallOptions)
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def with_defaults(**defaults: Any) -> Callable[[type[Group]], type[Group]]:
-    """Make a class of groups a group itself, with these defaults in place of the groups' own.
-
-    Bounds, choices and the like stay; an option that is required elsewhere is not, where it has a default.
-    """
-
-    def decorate(cls: type[Group]) -> type[Group]:
-        inherited = {name: known for base in cls.__mro__[1:] for name, known in _fields_of(base).items()}
-        for name, default in defaults.items():
-            known = inherited[name]
-            kept = {key: value for key, value in known.metadata.items() if key != "required"}
-            # Declaring the field again under the same type is how a dataclass takes a new default.
-            cls.__annotations__[name] = known.type
-            setattr(
-                cls, name, dataclasses.field(default=default, repr=known.repr, compare=known.compare, metadata=kept)
-            )
-        return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-
-    return decorate
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def job(verb: str, **defaults: Any) -> Callable[[type[Job]], type[Job]]:
-    """Make a class of groups a job called `verb`, with these defaults in place of the groups' own."""
-
-    def decorate(cls: type[Job]) -> type[Job]:
-        cls.verb = verb
-        cls.trainer = getattr(cls, "trainer", "supervised")
-        return with_defaults(**defaults)(cls)
-
-    return decorate
-
-
-def _fields_of(cls: type) -> dict[str, Any]:
-    return cls.__dict__.get("__dataclass_fields__", {})
