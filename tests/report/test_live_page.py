@@ -14,12 +14,12 @@ from tests.report.live_runs import EVIL, add_answer, add_row, events, rl_run, se
 from tests.report.pages import Checked, write_episode_run, write_run
 from trimtab.cli.main import main
 from trimtab.report.assets import LIVE_STYLE, SCRIPT
-from trimtab.report.live_page import IndexBoard, RunBoard, index_page, run_page, tokens
+from trimtab.report.live_page import LiveIndex, LiveRun, index_page, run_page, tokens
 from trimtab.report.rollouts import answers
 
 
-def board(folder) -> RunBoard:
-    found = RunBoard(folder, every=0.0)
+def board(folder) -> LiveRun:
+    found = LiveRun(folder, every=0.0)
     found.resting = 0.0
     found.look()
     return found
@@ -157,9 +157,9 @@ def test_advantages_of_one_iteration_have_one_scale(tmp_path):
 
 def test_several_runs_have_an_index(tmp_path):
     boards = [
-        RunBoard(folder, 0.0) for folder in (rl_run(tmp_path / "a"), write_run(tmp_path / "b", "sft"), tmp_path / "c")
+        LiveRun(folder, 0.0) for folder in (rl_run(tmp_path / "a"), write_run(tmp_path / "b", "sft"), tmp_path / "c")
     ]
-    index = IndexBoard(boards, 0.0)
+    index = LiveIndex(boards, 0.0)
     index.look()
     page = index_page(index, "x-1")
     Checked(page)

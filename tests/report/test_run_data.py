@@ -21,7 +21,7 @@ def write(path, steps, resume_from=None):
 
 
 def looked(followed):
-    void, rows = followed.news()
+    void, rows = followed.new_rows()
     return void, [row["step"] for row in rows]
 
 
@@ -33,15 +33,15 @@ def test_only_what_is_new_is_told_and_read(path, monkeypatch):
     with path.open("a") as file:
         file.write('{"step": 500}\n')
     read = []
-    rows = FollowedLines._rows
+    reading_lines = FollowedLines._read
 
     def counted(self, file, size):
         reading = file.read
         counting = type("Counting", (), {"seek": file.seek, "read": lambda _, n: read.append(n) or reading(n)})
         counting.__enter__, counting.__exit__ = lambda self: self, lambda *_: file.close()
-        return rows(self, counting(), size)
+        return reading_lines(self, counting(), size)
 
-    monkeypatch.setattr(FollowedLines, "_rows", counted)
+    monkeypatch.setattr(FollowedLines, "_read", counted)
     assert looked(followed) == (False, [500])
     assert sum(read) == path.stat().st_size - size
     assert looked(followed) == (False, [])
@@ -55,7 +55,7 @@ def test_a_half_written_line_waits_for_its_end(path):
         looked(followed)
     with path.open("ab") as file:
         file.write(line[-1:])
-    assert looked(followed)[1] == [7] and followed.unreadable == 0
+    assert looked(followed)[1] == [7] and followed.unreadable == []
 
 
 def test_a_folder_that_is_not_there_yet_is_no_mistake(tmp_path):
@@ -96,7 +96,7 @@ def test_a_file_written_anew_in_its_place_is_seen_even_if_it_has_grown(path):
 def test_what_is_no_row_is_left_out_and_counted(path):
     path.write_bytes(b'{"step": 1}\nnonsense\n\n[1]\n\xff\xfe\n' + b"[" * 100_000 + b'\n{"step": 2}\n')
     followed = FollowedLines(path)
-    assert looked(followed)[1] == [1, 2] and followed.unreadable == 4
+    assert looked(followed)[1] == [1, 2] and followed.unreadable == [2, 4, 5, 6]
 
 
 KINDS = {

@@ -21,7 +21,7 @@ from trimtab.report.charts import COLOURS, Line, chart, smooth, window_of
 from trimtab.report.distributions import accuracy_of
 from trimtab.report.findings import findings
 from trimtab.report.formatting import duration, percent, plain, short_number
-from trimtab.report.page import document, place, write_page
+from trimtab.report.page import place, static_page, write_page
 from trimtab.report.panels import EVALUATION, LOSS, Panel, objective_panels, pace_panels
 from trimtab.report.run_data import Point, RunData, finite, read_run
 from trimtab.report.sections import MOST_SAMPLES, flatten, pairs, sample_cell, sentence
@@ -147,8 +147,8 @@ def write_comparison(run_folders: Sequence[str | Path], output: str | Path | Non
 def render(runs: Sequence[RunData]) -> str:
     columns = columns_of(runs)
     sections = (_headline, _findings, _figures, _options, _curves, _samples, _common)
-    body = "\n".join(section(columns) for section in sections)
-    return document(" and ".join(column.label for column in columns), body, [run.folder for run in runs])
+    title = " and ".join(column.label for column in columns)
+    return static_page(title, [section(columns) for section in sections], [run.folder for run in runs])
 
 
 def _all(columns: Sequence[Column]) -> list[RunData]:

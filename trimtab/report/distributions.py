@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.evaluate.tail_risk import share
 from trimtab.report.charts import HEIGHT, WIDTH, Area, figure, key, linear, shares, steps, values
-from trimtab.report.formatting import percent, plural, short_number, spans
+from trimtab.report.formatting import percent, plural, short_number, spans, table
 from trimtab.report.run_data import RunData, finite
 
 Pair = tuple[float, float]
@@ -137,7 +137,7 @@ def calibration(pairs: Sequence[Pair]) -> str:
     """Of the pairs the model is 80 % sure about, is it right on 80 %?"""
     area = Area(shares(0.5, 1.0), shares())
     drawing = f'<path class=level d="M{area.x(0.5):.1f} {area.y(0.5):.1f}L{area.x(1):.1f} {area.y(1):.1f}"/>'
-    table = ""
+    rows = []
     bins = [members for members in calibration_bins(pairs) if members.number]
     most = max(members.number for members in bins)
     for members in bins:
@@ -158,10 +158,8 @@ def calibration(pairs: Sequence[Pair]) -> str:
             f'<g class=strips><rect x="{edge:.1f}" y=0 width="{area.x(members.high) - edge:.1f}" height={HEIGHT}>'
             f"<title>{escape(text)}</title></rect></g>"
         )
-        table += (
-            f"<tr><td>{percent(members.low, 0)} to {percent(members.high, 0)}</td><td>{members.number:,}</td>"
-            f"<td>{percent(right)}</td><td>{percent(low)} to {percent(high)}</td></tr>"
-        )
+        sure = f"{percent(members.low, 0)} to {percent(members.high, 0)}"
+        rows.append((sure, f"{members.number:,}", percent(right), f"{percent(low)} to {percent(high)}"))
     picture = figure(
         "Calibration",
         area,
@@ -170,8 +168,7 @@ def calibration(pairs: Sequence[Pair]) -> str:
         note="across: how sure the model is; bars: how many pairs",
         tall=True,
     )
-    head = "<tr><th>sure</th><th>pairs</th><th>right</th><th>95 % interval</th></tr>"
-    numbers = f"<div class=card><table class=data>{head}{table}</table></div>"
+    numbers = table(("sure", "pairs", "right", "95 % interval"), rows, "data", "card")
     return f"{picture}<details class=wide><summary>Calibration in numbers</summary>{numbers}</details>"
 
 
@@ -302,15 +299,13 @@ def prompts_in_words(run: RunData) -> str:
         "mixed": "neither, and not better than at first",
         "hopeless": "never above 0",
     }
-    rows = "".join(
-        f"<tr><td>{kind}: {words[kind]}</td><td>{len(members):,} ({percent(len(members) / len(scores), 0)})</td>"
-        f"<td>{escape(_named(members))}</td></tr>"
+    rows = [
+        (f"{kind}: {words[kind]}", f"{len(members):,} ({percent(len(members) / len(scores), 0)})", _named(members))
         for kind, members in kinds.items()
-    )
+    ]
     times = sum(map(len, scores.values())) / len(scores)
     told = f"{plural(len(scores), 'prompt')}, answered {short_number(times)} times on average."
-    head = "<tr><th>prompts</th><th>number</th><th>rows</th></tr>"
-    return f"<p class=words>{told}</p><div class='card scroll'><table class='data sides'>{head}{rows}</table></div>"
+    return f"<p class=words>{told}</p>{table(('prompts', 'number', 'rows'), rows)}"
 
 
 def _named(rows: Sequence[int]) -> str:
@@ -368,14 +363,12 @@ def _tail_table(figures: dict[str, Any]) -> str:
                 f" Of the share below {threshold} the two estimates contradict each other: the proposal does not reach "
                 "all that the policy says, so trust the plain one."
             )
-    head = "".join(f"<th>{name}</th>" for name in ("", "", "these prompts", *(["new prompts"] if clustered else [])))
-    cells = ""
-    for name, found in rows:
-        known = [short_number(found["value"]), _interval(found)]
-        known += [_interval(found["new_prompts"])] if clustered else []
-        cells += f"<tr><td>{escape(name)}</td>{''.join(f'<td>{cell}</td>' for cell in known)}</tr>"
-    table = f"<table class='data sides'><tr>{head}</tr>{cells}</table>"
-    return f"<p class=words>{told}</p><div class='card scroll'>{table}</div>"
+    cells = [
+        (name, short_number(found["value"]), *map(_interval, (found, *([found["new_prompts"]] if clustered else ()))))
+        for name, found in rows
+    ]
+    head = ("", "", "these prompts", *(["new prompts"] if clustered else []))
+    return f"<p class=words>{told}</p>{table(head, cells)}"
 
 
 def _as_shares(found: dict[str, Any]) -> dict[str, Any]:

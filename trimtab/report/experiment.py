@@ -40,8 +40,8 @@ from trimtab.evaluate.tail_risk import (
     share,
     t_intervals,
 )
-from trimtab.report.formatting import short_number
-from trimtab.report.page import document, write_page
+from trimtab.report.formatting import short_number, table
+from trimtab.report.page import static_page, write_page
 
 TOP = {"info": str, "checkpoints": str, "threshold": (int, float), "level": (int, float), "methods": list}
 OF_A_METHOD = {"label": str, "run": str, "seeds": list, "family": str, "samples": int}
@@ -442,7 +442,7 @@ def write_experiment(manifest: Manifest, output: Path) -> Path:
         _table(manifest, columns) if columns else "",
         f"<h2>Figures</h2><div class=charts>{''.join(pictures)}</div>" if pictures else "",
     ]
-    return write_page(document(title, "\n".join(body), [manifest.path.parent]), output)
+    return write_page(static_page(title, body, [manifest.path.parent]), output)
 
 
 def _kinds(manifest: Manifest, absent: list[str]) -> list[str]:
@@ -454,16 +454,14 @@ def _kinds(manifest: Manifest, absent: list[str]) -> list[str]:
 
 
 def _table(manifest: Manifest, columns: dict[str, list[Estimate]]) -> str:
-    heads = "".join(f"<th>{escape(name_of(what, manifest))}</th>" for what in columns)
-    rows = ""
-    for number, method in enumerate(manifest.methods):
-        cells = "".join(f"<td>{_cell(values[number])}</td>" for values in columns.values())
-        rows += f"<tr><td>{escape(method.label)}</td><td>{len(method.seeds)}</td>{cells}</tr>"
-    head = f"<tr><th>method</th><th>seeds</th>{heads}</tr>"
+    rows = [
+        (method.label, str(len(method.seeds)), *(_cell(values[number]) for values in columns.values()))
+        for number, method in enumerate(manifest.methods)
+    ]
     told = "Means over seeds; in brackets 95 % of the means of resampled seeds, which is too narrow for two or three. "
     told += "Where nothing was counted, or everything, the interval is Wilson's over the samples of all seeds."
-    table = f"<table class='data sides'>{head}{rows}</table>"
-    return f"<h2>Outcomes</h2><p class=words>{told}</p><div class='card scroll'>{table}</div>"
+    head = ("method", "seeds", *(name_of(what, manifest) for what in columns))
+    return f"<h2>Outcomes</h2><p class=words>{told}</p>{table(head, rows)}"
 
 
 def _cell(found: Estimate) -> str:

@@ -1,8 +1,9 @@
-"""Numbers, names and times as a person would write them."""
+"""Numbers, names and times as a person would write them, and tables of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from html import escape
 from typing import Any
 
 MOST_ITEMS = 4
@@ -91,3 +92,20 @@ def short_name(path: Any, otherwise: str) -> str:
     """The end of a path or hub name: enough to recognise it, short enough for a headline."""
     parts = [part for part in str(path or "").strip().replace("\\", "/").split("/") if part not in ("", ".", "..")]
     return "/".join(parts[-2:]) or otherwise
+
+
+class Html(str):
+    """A cell that is HTML already."""
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "data sides", card: str = "card scroll"
+) -> str:
+    """A table of text in a card; `kind` and `card` are classes of the page's style."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        texts = (cell if isinstance(cell, Html) else escape(cell) for cell in cells)
+        return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
+
+    body = "".join(line(cells, "td") for cells in rows)
+    return f'<div class="{card}"><table class="{kind}">{line(head, "th")}{body}</table></div>'

@@ -27,8 +27,8 @@ from trimtab.config.rl_jobs import OF_ALL_ANSWERS, OF_EVALUATION, OF_SAMPLING
 from trimtab.config.rl_options import AsyncOptions, RecordingOptions
 from trimtab.errors import UserError
 from trimtab.report.charts import Line, chart
-from trimtab.report.formatting import percent, plain, plural, short_number, spans
-from trimtab.report.page import document, place, write_page
+from trimtab.report.formatting import percent, plain, plural, short_number, spans, table
+from trimtab.report.page import place, static_page, write_page
 from trimtab.report.run_data import MANIFEST, RunData, finite
 from trimtab.report.sections import sentence
 from trimtab.report.summary import defaults_of, job_name
@@ -503,12 +503,9 @@ def write_judgement(judgement: Judgement, output: str | Path | None = None) -> P
 
 
 def render(judgement: Judgement) -> str:
-    body = "\n".join(section(judgement) for section in (_headline, _reasons, _errors, _curves))
-    return document(
-        f"{judgement.verdict}: {judgement.a.folder} and {judgement.b.folder}",
-        body,
-        [judgement.a.folder, judgement.b.folder],
-    )
+    folders = [judgement.a.folder, judgement.b.folder]
+    parts = [section(judgement) for section in (_headline, _reasons, _errors, _curves)]
+    return static_page(f"{judgement.verdict}: {folders[0]} and {folders[1]}", parts, folders)
 
 
 def _headline(judgement: Judgement) -> str:
@@ -548,13 +545,9 @@ def _capital(text: str) -> str:
 
 
 def _errors(judgement: Judgement) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
-    rows = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row_of(found))}</tr>" for found in judgement.findings
-    )
     return (
         "<h2>Errors</h2><p class=words>B against A. Weighted: the sum of differences over the sum of A's values.</p>"
-        f'<div class="card scroll"><table class="data sides"><tr>{head}</tr>{rows}</table></div>'
+        + table(HEAD, map(row_of, judgement.findings))
     )
 
 

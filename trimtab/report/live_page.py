@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -30,17 +29,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trimtab import __version__
 from trimtab.errors import UserError
-from trimtab.report import sections as report
 from trimtab.report.assets import LIVE_STYLE, SCRIPT
-from trimtab.report.distributions import distribution_section, reward_section, tail_section
 from trimtab.report.findings import warnings
 from trimtab.report.formatting import duration, short_name, short_number
+from trimtab.report.page import SECTIONS, document
 from trimtab.report.rollouts import answers
-from trimtab.report.run_data import FollowedRun, RunData, finite
+from trimtab.report.run_data import FollowedLines, FollowedRun, finite
 from trimtab.report.run_state import Condition, progress_of, state_of
-from trimtab.report.sections import layout_section
+from trimtab.report.sections import finding_list, key_figures
 from trimtab.report.summary import job_name, lead, subject
-from trimtab.report.time_line import lane_section, time_section
 from trimtab.server.http import RequestGate, address, bind, is_loopback_host, make_server, run_until_signal
 
 TOKENS = "tokens.jsonl"
@@ -52,60 +49,37 @@ STRENGTHS = (0.1, 0.4, 0.7)
 
 
 class TokenFile:
-    """tokens.jsonl of a run, for several threads: where in it each answer is. What was read is not read again."""
+    """tokens.jsonl of a run, for several threads: the place of each answer in it."""
 
     def __init__(self, folder: Path):
-        self.path = folder / TOKENS
+        self._file = FollowedLines(folder / TOKENS)
         self._lock = threading.Lock()
-        self._forget()
-
-    def _forget(self) -> None:
         self._places: dict[tuple[int, int], int] = {}
         self._scales: dict[int, float] = {}
-        self._end, self._inode = 0, -1
 
     def answer(self, step: int, number: int) -> str:
-        """The tokens of an answer as HTML; nothing where they are not kept."""
+        """The tokens of an answer as HTML; empty where they are not kept."""
         with self._lock:
-            self._index()
-            row = self._read(step, number)
-            if row is None and (step, number) in self._places:  # another file has come in the place of this one
-                self._forget()
-                self._index()
-                row = self._read(step, number)
-            return "" if row is None else tokens(row, self._scale(step))
-
-    def _scale(self, step: int) -> float:
-        """The largest advantage of an iteration's answers, so that their colours can be compared."""
-        if step not in self._scales:
-            rows = [self._read(*key) for key in self._places if key[0] == step]
-            sizes = [abs(value) for row in rows if row for value, _ in _runs(row.get("advantages"))]
-            self._scales = {step: max(sizes, default=0.0)}
-        return self._scales[step]
-
-    def _index(self) -> None:
-        try:
-            with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._end:
-                    self._forget()
-                    self._inode = status.st_ino
-                file.seek(self._end)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
-                    if found := BEGINNING.match(line):
-                        self._places[int(found[1]), int(found[2])] = self._end
-                        self._scales.pop(int(found[1]), None)
-                    self._end += len(line)
-        except OSError:
-            self._forget()
+            void, lines = self._file.new_lines()
+            if void:
+                self._places.clear()
+            for place, line in lines:
+                if found := BEGINNING.match(line):
+                    self._places[int(found[1]), int(found[2])] = place
+                self._scales.clear()
+            if (row := self._read(step, number)) is None:
+                return ""
+            if step not in self._scales:
+                rows = [self._read(*key) for key in self._places if key[0] == step]
+                sizes = [abs(value) for one in rows if one for value, _ in _runs(one.get("advantages"))]
+                self._scales = {step: max(sizes, default=0.0)}
+            return tokens(row, self._scales[step])
 
     def _read(self, step: int, number: int) -> dict[str, Any] | None:
         if (place := self._places.get((step, number))) is None:
             return None
         try:
-            with self.path.open("rb") as file:
+            with self._file.path.open("rb") as file:
                 file.seek(place)
                 row = json.loads(file.readline())
         except (OSError, ValueError, RecursionError):
@@ -179,29 +153,16 @@ def _gap(listed: Any) -> tuple[int, int]:
 # ---- Sections by name, rendered anew when the run's files have changed.
 
 
-SECTIONS: dict[str, Callable[[RunData], str]] = {
-    "figures": report.key_figures,
-    "findings": lambda run: report.told([*warnings(run), *run.problems]),  # how far it is stands above
-    "curves": report.curves,
+LIVE_SECTIONS = {
+    **{name: section for name, section in SECTIONS.items() if name not in ("head", "browser")},
+    "findings": lambda run: finding_list([*warnings(run), *run.problems]),  # the head says how far the run is
     "answers": answers,
-    "spread": distribution_section,
-    "rewards": reward_section,
-    "tail": tail_section,
-    "samples": report.samples,
-    "lanes": lane_section,
-    "time": time_section,
-    "pace": report.pace,
-    "what": report.what,
-    "layout": layout_section,
-    "data": report.data,
-    "configuration": report.configuration,
-    "provenance": report.provenance,
 }
-"""The report's own, but for answers, of which a page that is served can show any iteration's."""
+"""The report's sections, but for the answers: of these the live page shows any iteration's."""
 
 
 @dataclass
-class Board:
+class LiveSections:
     """Sections that can be asked for, again and again, from several threads."""
 
     every: float
@@ -238,7 +199,7 @@ class Board:
         raise NotImplementedError
 
 
-class RunBoard(Board):
+class LiveRun(LiveSections):
     """One run."""
 
     def __init__(self, folder: Path, every: float):
@@ -256,7 +217,7 @@ class RunBoard(Board):
         drawn = {"head": head(self.followed)}
         if self._changed:
             run = self.followed.run
-            drawn |= {name: section(run) if run.rows else "" for name, section in SECTIONS.items()}
+            drawn |= {name: section(run) if run.rows else "" for name, section in LIVE_SECTIONS.items()}
             self._changed = False
         return drawn
 
@@ -273,17 +234,17 @@ class RunBoard(Board):
             self._refresh()
             followed = self.followed
             told = f"{job_name(followed.run)} · {lead(followed.run)}" if followed.begun else str(self.folder)
-            figures = report.key_figures(followed.run) if followed.run.rows else ""
+            figures = key_figures(followed.run) if followed.run.rows else ""
             return (
                 f"<li class=card data-key={number}><h2><a href='/run/{number}'>{escape(self.name)}</a></h2>"
                 f"<p class=words>{escape(told)}</p>{pill(followed)}{figures}</li>"
             )
 
 
-class IndexBoard(Board):
+class LiveIndex(LiveSections):
     """Several runs."""
 
-    def __init__(self, runs: Sequence[RunBoard], every: float):
+    def __init__(self, runs: Sequence[LiveRun], every: float):
         super().__init__(every)
         self.runs = runs
 
@@ -332,38 +293,35 @@ LEGENDS = {
 }
 
 
-def document(title: str, board: Board, seen: str, *, under: str = "", home: bool = False) -> str:
-    """The page as it is now, which is the version `seen`; `under`: where it asks for more; `home`: with a way back to
-    the list of runs."""
+def live_document(title: str, board: LiveSections, seen: str, *, under: str = "", home: bool = False) -> str:
+    """The page as it is now, which is the version `seen`; `under`: the URL of its requests; `home`: with a link to the
+    list of runs."""
     body = ""
     for name, html in board.since(0).items():
         section = f'<section id="{name}">{html}</section>\n'
         body += f"<div>{controls()}{section}</div>" if name == "answers" else section
     links = {"/": "all runs"} if home else {}
     links |= {f"#{name}": words for name, words in JUMPS.items() if name in board.sections}
-    ways = "".join(f"<a href='{place}'>{words}</a>" for place, words in links.items())
-    back = f"<nav>{ways}</nav>" if ways else ""
-    return (
-        "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
-        '<meta name=viewport content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n"
-        '<link rel=icon href="data:,">\n'
-        "<link rel=stylesheet href='/page.css'>\n<script src='/page.js' defer></script>\n</head>\n"
-        f'<body data-under="{escape(under)}" data-seen="{escape(seen)}">\n{back}{body}'
-        "<noscript><p class=words>Without its script this page is as it was when it was loaded.</p></noscript>"
-        f"<p id=lost hidden>The page's server has ended; what is shown stays as it was.</p>"
-        f"<p id=pointed hidden></p>"
-        f"<footer>trimtab {escape(__version__)}; read from the run's folder, on this machine.</footer>\n"
-        "</body>\n</html>\n"
+    listed = "".join(f"<a href='{place}'>{words}</a>" for place, words in links.items())
+    return document(
+        title,
+        (f"<nav>{listed}</nav>" if listed else "")
+        + body
+        + "<noscript><p class=words>Without its script this page is as it was when it was loaded.</p></noscript>"
+        "<p id=lost hidden>The page's server has ended; what is shown stays as it was.</p><p id=pointed hidden></p>",
+        f"trimtab {__version__}; read from the run's folder, on this machine.",
+        head="<link rel=icon href='data:,'>\n<link rel=stylesheet href='/page.css'>\n"
+        "<script src='/page.js' defer></script>",
+        attributes=f' data-under="{escape(under)}" data-seen="{escape(seen)}"',
     )
 
 
-def run_page(board: RunBoard, seen: str, number: int, several: bool) -> str:
-    return document(board.name, board, seen, under=f"/run/{number}", home=several)
+def run_page(board: LiveRun, seen: str, number: int, several: bool) -> str:
+    return live_document(board.name, board, seen, under=f"/run/{number}", home=several)
 
 
-def index_page(board: IndexBoard, seen: str) -> str:
-    return document(f"{len(board.runs)} runs", board, seen)
+def index_page(board: LiveIndex, seen: str) -> str:
+    return live_document(f"{len(board.runs)} runs", board, seen)
 
 
 def controls() -> str:
@@ -401,24 +359,22 @@ HEADERS = {
 }
 LONGEST_PATH = 100
 """Characters; no number in a path of this server's is longer."""
-HEARTBEAT_SECONDS = 15.0
-"""After so long without news something is sent all the same, so that a client that is gone is noticed."""
 
 
 def make_app(folders: Sequence[Path], every: float) -> Starlette:
     """`state.gate` of what is returned ends what clients still listen to."""
-    runs = [RunBoard(folder, every) for folder in folders]
-    index = IndexBoard(runs, every)
+    runs = [LiveRun(folder, every) for folder in folders]
+    index = LiveIndex(runs, every)
     ending = asyncio.Event()
     serving = secrets.token_hex(4)
 
-    def run_of(request: Request) -> RunBoard:
+    def run_of(request: Request) -> LiveRun:
         number = int(request.path_params["number"])
         if not 1 <= number <= len(runs):
             raise HTTPException(404, f"there is no run {number}")
         return runs[number - 1]
 
-    async def looked(board: Board) -> str:
+    async def looked(board: LiveSections) -> str:
         """The version, in words that another server's will not be taken for."""
         return f"{serving}-{await run_in_threadpool(board.look)}"
 
@@ -440,25 +396,20 @@ def make_app(folders: Sequence[Path], every: float) -> Starlette:
         html = await run_in_threadpool(run_of(request).tokens.answer, step, answer)
         return HTMLResponse(html, 200 if html else 404)
 
-    def events(board: Board, request: Request) -> Response:
+    def events(board: LiveSections, request: Request) -> Response:
         known, _, version = request.headers.get("last-event-id", request.query_params.get("seen", "")).rpartition("-")
         seen = int(version) if known == serving and version.isdecimal() else 0
         headers = {"x-accel-buffering": "no"}
         return StreamingResponse(changes(board, seen), media_type="text/event-stream", headers=headers)
 
-    async def changes(board: Board, seen: int) -> AsyncIterator[str]:
+    async def changes(board: LiveSections, seen: int) -> AsyncIterator[str]:
         yield "retry: 2000\n\n"
-        quiet = 0.0
         while not ending.is_set():
             version = await run_in_threadpool(board.look)
             if version > seen:
                 changed = await run_in_threadpool(board.since, seen)  # another client may have it drawn just now
-                seen, quiet = version, 0.0
+                seen = version
                 yield f"id: {serving}-{seen}\nevent: sections\ndata: {json.dumps(changed)}\n\n"
-            elif quiet >= HEARTBEAT_SECONDS:
-                quiet = 0.0
-                yield ": still here\n\n"
-            quiet += board.every
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ending.wait(), board.every)
         yield "event: end\ndata: {}\n\n"

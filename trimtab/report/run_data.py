@@ -1,7 +1,7 @@
-"""Read what a run left in its folder, forgiving everything a crash or a curious editor can do to it.
+"""A run's data, read from its folder once, or followed while the run writes.
 
 A report is wanted most when something went wrong, so a cut last line, a missing key or a NaN is noted and passed
-over. Only a folder that is no run at all (no metrics.jsonl) is the user's mistake.
+over. Only a folder without metrics.jsonl is the user's mistake.
 
 A metrics row describes one optimiser step, of RL one iteration: `samples`, `tokens`, `trained_tokens` and `seconds`
 belong to that step alone and add up over the run, also over a resumed one; `skipped_steps` counts from the start. Step
@@ -11,7 +11,6 @@ belong to that step alone and add up over the run, also over a resumed one; `ski
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +31,13 @@ RL_JOBS = ("ppo", "grpo", "dapo", "reinforce", "rloo", "rl", "tail")
 Point = tuple[int, float]
 LARGEST = 1e200
 """No metric is that large; JSON allows integers no float can hold, and sums must stay finite."""
+DESCRIPTION = (OPTIONS, MANIFEST, SAMPLES, REWARDS)
+"""Files that do not grow."""
+MOST_ITERATIONS = 200
+"""Of a run that is followed, answers of the first and of the newest iterations are in memory."""
+AT_ONCE = 1 << 20
+REMEMBERED = 256
+"""Bytes before the place reached that must still be the same, for the rest to be what follows them."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +94,6 @@ class RunData:
         """(step, value) where the metric is there and finite."""
         points = ((row["step"], finite(row.get(name))) for row in self.rows)
         return [(step, value) for step, value in points if value is not None]
-
-    def non_finite_steps(self, name: str) -> list[int]:
-        """Steps at which the metric was written but is NaN or infinite."""
-        return [row["step"] for row in self.rows if not math.isfinite(_number(row.get(name), otherwise=0.0))]
 
     def total(self, name: str) -> float:
         return sum(value for _, value in self.series(name))
@@ -163,50 +165,201 @@ class RunData:
 
 def read_run(folder: str | Path) -> RunData:
     """Everything readable in a run's folder."""
-    run = RunData(Path(folder))
-    if not run.folder.is_dir():
+    path = Path(folder)
+    if not path.is_dir():
         raise UserError(f"{folder}: no such folder; give the --save_path of a run")
-    if not (run.folder / METRICS).is_file():
+    if not (path / METRICS).is_file():
         raise UserError(f"{folder}: no {METRICS} in this folder; give the --save_path of a run")
-    rows = _read_lines(run, METRICS)
-    read_description(run)
-    run.rows = by_step(rows, run.job)
-    if run.is_rl and (run.folder / ROLLOUTS).is_file():
-        run.rollouts = sorted(_read_lines(run, ROLLOUTS), key=lambda row: row["step"])
-    # Of an earlier run in this folder one may be left.
-    if run.options.get("async_staleness") and (run.folder / TIME_LINE).is_file():
-        run.spans = spans_of(_read_lines(run, TIME_LINE, "iteration"))
-    return run
+    followed = FollowedRun(path, live=False)
+    followed.refresh()
+    return followed.run
 
 
-def read_description(run: RunData) -> None:
-    """All but what grows with every step."""
-    run.options = _read_mapping(run, OPTIONS, yaml.safe_load)
-    run.manifest = _read_mapping(run, MANIFEST, json.loads)
-    run.samples = _read_samples(run)
-    run.job = _job(run)
-    if run.job == "rm" and (run.folder / REWARDS).is_file():
-        run.rewards = _read_mapping(run, REWARDS, json.loads)
+class FollowedRun:
+    """The `RunData` of a folder, kept up to date by reading only what is new."""
+
+    def __init__(self, folder: Path, live: bool = True):
+        """`live`: the run may still write, so an unfinished last line waits, and answers of old iterations are dropped
+        from memory."""
+        self.folder, self.live = folder, live
+        self.run = RunData(folder)
+        self._metrics, self._rollouts = FollowedLines(folder / METRICS, live), FollowedLines(folder / ROLLOUTS, live)
+        self._spans = FollowedLines(folder / TIME_LINE, live, "iteration")
+        self._rows: dict[FollowedLines, list[dict[str, Any]]] = {self._metrics: [], self._rollouts: [], self._spans: []}
+        self._described: list[Any] = []
+        self._undescribed: list[str] = []  # problems of the description
+
+    def refresh(self) -> bool:
+        """Read what is new; whether anything was."""
+        changed = [self._describe(), self._follow(self._metrics)]
+        if self.run.is_rl:
+            changed.append(self._follow(self._rollouts))
+        # Without the option, the file is left by an earlier run in this folder.
+        if self.run.options.get("async_staleness"):
+            changed.append(self._follow(self._spans))
+        if any(changed):
+            self.run.rows = _by_step(self._rows[self._metrics], self.run.job)
+            self.run.rollouts = self._rows[self._rollouts]
+            self.run.rollouts.sort(key=lambda row: row["step"])
+            if self.live:
+                steps = sorted({row["step"] for row in self.run.rollouts})
+                kept = {*steps[:1], *steps[1 - MOST_ITERATIONS :]} if len(steps) > MOST_ITERATIONS else steps
+                self.run.rollouts[:] = [row for row in self.run.rollouts if row["step"] in kept]
+            self.run.spans = _time_spans(self._rows[self._spans])
+            self.run.problems = [*self._undescribed, *filter(None, (file.problem() for file in self._rows))]
+        return any(changed)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything of a run in the folder."""
+        return bool(self._rows[self._metrics]) or bool(self.run.manifest)
+
+    @property
+    def written(self) -> float | None:
+        """When the run last wrote to a file that grows or is replaced; None: not yet."""
+        times = [file.written for file in self._rows if file.written is not None]
+        times += [status.st_mtime for name in (MANIFEST, OPTIONS) if (status := _status(self.folder / name))]
+        return max(times, default=None)
+
+    def _describe(self) -> bool:
+        """Read the files that do not grow, if they have changed."""
+        found = [
+            status and (status.st_ino, status.st_mtime_ns, status.st_size)
+            for status in (_status(self.folder / name) for name in DESCRIPTION)
+        ]
+        if found == self._described:
+            return False
+        self._described, run = found, self.run
+        run.problems = []
+        run.options = _read(run, OPTIONS, dict, yaml.safe_load)
+        run.manifest = _read(run, MANIFEST, dict)
+        run.samples = [one for one in _read(run, SAMPLES, list, optional=True) if isinstance(one, dict)]
+        first_line = _text(run, OPTIONS).partition("\n")[0] if (run.folder / OPTIONS).is_file() else ""
+        named = first_line.removeprefix("# trimtab ").strip() if first_line.startswith("# trimtab ") else "sft"
+        run.job = str(run.manifest.get("job", named))
+        run.rewards = _read(run, REWARDS, dict, optional=True) if run.job == "rm" else {}
+        self._undescribed = run.problems
+        return True
+
+    def _follow(self, file: FollowedLines) -> bool:
+        void, rows = file.new_rows()
+        known = self._rows[file]
+        if void:
+            known.clear()
+        before = len(known)
+        known.extend(rows)
+        return void or len(known) > before
 
 
-def by_step(rows: Iterable[dict[str, Any]], job: str) -> list[dict[str, Any]]:
+class FollowedLines:
+    """A file of rows that another process writes, of which only new lines are read.
+
+    A resumed run takes rows back and writes the file anew, and a new run replaces it: then everything is read again.
+    """
+
+    def __init__(self, path: Path, live: bool = True, key: str = "step"):
+        """`live`: an unfinished last line waits for its end. `key`: the row's name for its step."""
+        self.path, self.live, self.key = path, live, key
+        self.written: float | None = None
+        """When the file was last written to; None: there is no file."""
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._file_number: tuple[int, int] | None = None
+        self._place, self._before, self._half = 0, b"", b""
+        self._lines = 0
+        self.unreadable: list[int] = []
+        """Numbers of the lines that are no rows."""
+
+    def new_rows(self) -> tuple[bool, Iterator[dict[str, Any]]]:
+        """Whether all earlier rows are void, and the rows to add. They are read as they are asked for; take all."""
+        void, lines = self.new_lines()
+        return void, self._rows(lines)
+
+    def new_lines(self) -> tuple[bool, Iterator[tuple[int, bytes]]]:
+        """The same with each line's place in the file and its bytes."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            void = self._place > 0
+            self.written = None
+            self._begin_anew()
+            return void, iter(())
+        except OSError:
+            return False, iter(())  # a disk that is away for a moment; an unreadable folder was refused before
+        status = os.fstat(file.fileno())
+        number = status.st_dev, status.st_ino
+        self.written = status.st_mtime
+        void = self._place > 0 and not (number == self._file_number and self._continues(file, status.st_size))
+        if void:
+            self._begin_anew()
+        self._file_number = number
+        return void, self._read(file, status.st_size)
+
+    def problem(self) -> str:
+        """Which lines were left out, in words."""
+        if not self.unreadable:
+            return ""
+        if self.unreadable == [self._lines] and not self.live:
+            return f"The last line of {self.path.name} is cut off; it was left out."
+        shown = ", ".join(map(str, self.unreadable[:5])) + (", ..." if len(self.unreadable) > 5 else "")
+        return f"{self.path.name}: {plural(len(self.unreadable), 'unreadable line')} left out (line {shown})."
+
+    def _continues(self, file: BinaryIO, size: int) -> bool:
+        if size <= self._place:
+            return size == self._place
+        file.seek(self._place - len(self._before))
+        return file.read(len(self._before)) == self._before
+
+    def _read(self, file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
+        with file:
+            file.seek(self._place)
+            while self._place < size and (block := file.read(min(AT_ONCE, size - self._place))):
+                start = self._place - len(self._half)
+                self._place += len(block)
+                self._before = (self._before + block)[-REMEMBERED:]
+                *lines, self._half = (self._half + block).split(b"\n")
+                for line in lines:
+                    yield start, line
+                    start += len(line) + 1
+            if self._half and not self.live:
+                yield self._place - len(self._half), self._half
+
+    def _rows(self, lines: Iterable[tuple[int, bytes]]) -> Iterator[dict[str, Any]]:
+        for _, line in lines:
+            self._lines += 1
+            row = _parse(line.decode(errors="replace"), json.loads)
+            step = finite(row.get(self.key)) if isinstance(row, dict) else None
+            if step is not None:
+                yield {**row, self.key: int(step)}
+            elif line.strip():
+                self.unreadable.append(self._lines)
+
+
+def finite(value: Any) -> float | None:
+    """The value as a float, or None when it is not a finite number."""
+    if type(value) is float:  # of long runs millions are looked at
+        return value if -LARGEST <= value <= LARGEST else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > LARGEST:
+        return None
+    return float(value)
+
+
+def _by_step(rows: Iterable[dict[str, Any]], job: str) -> list[dict[str, Any]]:
     """Rows of metrics by ascending step. A later one for the same step is the one that counts: the run went back and
     did it again."""
     latest = {row["step"]: row for row in rows}
     ordered = [latest[step] for step in sorted(latest)]
-    if job == "kto":
-        _add_margins(ordered)
+    # KTO has no pairs, so it records no margin; the difference of its two means is the nearest thing.
+    for row in ordered if job == "kto" else ():
+        for kind in ("", "eval_"):
+            chosen, rejected = finite(row.get(f"{kind}chosen_reward")), finite(row.get(f"{kind}rejected_reward"))
+            if chosen is not None and rejected is not None:
+                row.setdefault(f"{kind}reward_margin", chosen - rejected)
     return ordered
 
 
-def parsed(line: str, key: str = "step") -> dict[str, Any] | None:
-    """The row in a line of a file that has one with a step in every line; `key`: what it calls it."""
-    row = _parse(line, json.loads)
-    step = finite(row.get(key)) if isinstance(row, dict) else None
-    return None if step is None else {**row, key: int(step)}
-
-
-def spans_of(rows: Iterable[dict[str, Any]]) -> list[TimeSpan]:
+def _time_spans(rows: Iterable[dict[str, Any]]) -> list[TimeSpan]:
     """Rows of time_line.jsonl by their beginning."""
     found = []
     for row in rows:
@@ -216,79 +369,19 @@ def spans_of(rows: Iterable[dict[str, Any]]) -> list[TimeSpan]:
     return sorted(found, key=lambda span: span.begin)
 
 
-def finite(value: Any) -> float | None:
-    """The value as a float, or None when it is not a finite number."""
-    if type(value) is float:  # of long runs millions are looked at
-        return value if -LARGEST <= value <= LARGEST else None
-    number = _number(value, otherwise=math.nan)
-    return number if math.isfinite(number) else None
-
-
-def _number(value: Any, otherwise: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return otherwise
-    return math.inf if abs(value) > LARGEST else float(value)
-
-
-def _read_lines(run: RunData, name: str, key: str = "step") -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    unreadable: list[int] = []
-    lines = _read_text(run, name).splitlines()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row = parsed(line, key)
-        if row is None:
-            unreadable.append(number)
-        else:
-            rows.append(row)
-    if unreadable == [len(lines)]:
-        run.problems.append(f"The last line of {name} is cut off; it was left out.")
-    elif unreadable:
-        shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
-        run.problems.append(f"{name}: {len(unreadable)} unreadable lines were left out (line {shown}).")
-    return rows
-
-
-def _job(run: RunData) -> str:
-    """As the manifest says, else as the first line of the options does."""
-    if "job" in run.manifest:
-        return str(run.manifest["job"])
-    comment = _read_text(run, OPTIONS).partition("\n")[0] if (run.folder / OPTIONS).is_file() else ""
-    return comment.removeprefix("# trimtab ").strip() if comment.startswith("# trimtab ") else "sft"
-
-
-def _add_margins(rows: list[dict[str, Any]]) -> None:
-    """KTO has no pairs, so it records no margin; the difference of its two means is the nearest thing."""
-    for row in rows:
-        for kind in ("", "eval_"):
-            chosen, rejected = finite(row.get(f"{kind}chosen_reward")), finite(row.get(f"{kind}rejected_reward"))
-            if chosen is not None and rejected is not None:
-                row.setdefault(f"{kind}reward_margin", chosen - rejected)
-
-
-def _read_mapping(run: RunData, name: str, parse: Any) -> dict[str, Any]:
+def _read(run: RunData, name: str, kind: type, parse: Any = json.loads, optional: bool = False) -> Any:
+    """The content of a file that does not grow; empty, with a problem noted, where it is missing or no `kind`."""
     if not (run.folder / name).is_file():
-        run.problems.append(f"There is no {name} in the run's folder.")
-        return {}
-    content = _parse(_read_text(run, name), parse)
-    if not isinstance(content, dict):
+        run.problems += [] if optional else [f"There is no {name} in the run's folder."]
+        return kind()
+    content = _parse(_text(run, name), parse)
+    if not isinstance(content, kind):
         run.problems.append(f"{name} could not be read.")
-        return {}
+        return kind()
     return content
 
 
-def _read_samples(run: RunData) -> list[dict[str, Any]]:
-    if not (run.folder / SAMPLES).is_file():
-        return []
-    content = _parse(_read_text(run, SAMPLES), json.loads)
-    if not isinstance(content, list):
-        run.problems.append(f"{SAMPLES} could not be read.")
-        return []
-    return [sample for sample in content if isinstance(sample, dict)]
-
-
-def _read_text(run: RunData, name: str) -> str:
+def _text(run: RunData, name: str) -> str:
     try:
         return (run.folder / name).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -302,154 +395,6 @@ def _parse(text: str, parse: Any) -> Any:
         return parse(text)
     except (ValueError, RecursionError, yaml.YAMLError):
         return None
-
-
-# ---- A growing file of rows, of which only the new ones are read.
-
-
-AT_ONCE = 1 << 20
-REMEMBERED = 256
-"""Bytes before the place reached that must still be the same, for the rest to be what follows them."""
-
-
-class FollowedLines:
-    def __init__(self, path: Path, key: str = "step"):
-        """`key`: what a row calls its step."""
-        self.path, self.key = path, key
-        self.unreadable = 0
-        """How many whole lines were no row."""
-        self.written: float | None = None
-        """When the file was last written to; None: it is not there."""
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._file_number: tuple[int, int] | None = None
-        self._place, self._before, self._half = 0, b"", b""
-        self.unreadable = 0
-
-    def news(self) -> tuple[bool, Iterator[dict[str, Any]]]:
-        """Whether all earlier rows are void, and the rows to add. They are read as they are asked for; take all."""
-        try:
-            file = self.path.open("rb")
-        except FileNotFoundError:
-            void = self._place > 0
-            self.written = None
-            self._begin_anew()
-            return void, iter(())
-        except OSError:
-            return False, iter(())  # a disk that is away for a moment; a folder that may not be read was refused before
-        status = os.fstat(file.fileno())
-        number = status.st_dev, status.st_ino
-        self.written = status.st_mtime
-        void = self._place > 0 and not (number == self._file_number and self._continues(file, status.st_size))
-        if void:
-            self._begin_anew()
-        self._file_number = number
-        return void, self._rows(file, status.st_size)
-
-    def _continues(self, file: BinaryIO, size: int) -> bool:
-        if size < self._place:
-            return False
-        if size == self._place:
-            return True
-        file.seek(self._place - len(self._before))
-        return file.read(len(self._before)) == self._before
-
-    def _rows(self, file: BinaryIO, size: int) -> Iterator[dict[str, Any]]:
-        with file:
-            file.seek(self._place)
-            while self._place < size and (block := file.read(min(AT_ONCE, size - self._place))):
-                self._place += len(block)
-                self._before = (self._before + block)[-REMEMBERED:]
-                *lines, self._half = (self._half + block).split(b"\n")
-                for line in lines:
-                    row = parsed(line.decode(errors="replace"), self.key)
-                    if row is not None:
-                        yield row
-                    elif line.strip():
-                        self.unreadable += 1
-
-
-# ---- A run that is followed.
-
-
-DESCRIPTION = (OPTIONS, MANIFEST, SAMPLES, REWARDS)
-MOST_ITERATIONS = 200
-"""Of whose answers are in memory: the first, and the newest."""
-
-
-class FollowedRun:
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.run = RunData(folder)
-        self._metrics, self._rollouts = FollowedLines(folder / METRICS), FollowedLines(folder / ROLLOUTS)
-        self._spans = FollowedLines(folder / TIME_LINE, "iteration")
-        self._rows: list[dict[str, Any]] = []
-        self._answers: list[dict[str, Any]] = []
-        self._span_rows: list[dict[str, Any]] = []
-        self._described: list[Any] = []
-        self._undescribed: list[str] = []  # what could not be read of its description
-
-    def refresh(self) -> bool:
-        """Read what is new; whether anything was."""
-        changed = [self._describe(), self._follow(self._metrics, self._rows)]
-        if self.run.is_rl:
-            changed.append(self._follow(self._rollouts, self._answers))
-        if self.run.options.get("async_staleness"):
-            changed.append(self._follow(self._spans, self._span_rows))
-        if any(changed):
-            self.run.rows = by_step(self._rows, self.run.job)
-            self._answers.sort(key=lambda row: row["step"])
-            self._forget_answers()
-            self.run.rollouts = self._answers
-            self.run.spans = spans_of(self._span_rows)
-            self.run.problems = self._undescribed + [
-                f"{file.path.name}: {plural(file.unreadable, 'unreadable line')} left out."
-                for file in (self._metrics, self._rollouts, self._spans)
-                if file.unreadable
-            ]
-        return any(changed)
-
-    @property
-    def begun(self) -> bool:
-        """Whether there is anything of a run in the folder."""
-        return bool(self._rows) or bool(self.run.manifest)
-
-    @property
-    def written(self) -> float | None:
-        """When the run last wrote what it writes again and again; None: it has not begun to."""
-        times = [file.written for file in (self._metrics, self._rollouts, self._spans) if file.written is not None]
-        for name in (MANIFEST, OPTIONS):
-            if (status := _status(self.folder / name)) is not None:
-                times.append(status.st_mtime)
-        return max(times, default=None)
-
-    def _describe(self) -> bool:
-        found = [
-            status and (status.st_ino, status.st_mtime_ns, status.st_size)
-            for status in (_status(self.folder / name) for name in DESCRIPTION)
-        ]
-        if found == self._described:
-            return False
-        self._described = found
-        self.run.problems = []
-        read_description(self.run)
-        self._undescribed = self.run.problems
-        return True
-
-    def _follow(self, file: FollowedLines, rows: list[dict[str, Any]]) -> bool:
-        void, news = file.news()
-        if void:
-            rows.clear()
-        before = len(rows)
-        rows.extend(news)
-        return void or len(rows) > before
-
-    def _forget_answers(self) -> None:
-        steps = sorted({row["step"] for row in self._answers})
-        if len(steps) > MOST_ITERATIONS:
-            kept = {steps[0], *steps[1 - MOST_ITERATIONS :]}
-            self._answers[:] = [row for row in self._answers if row["step"] in kept]
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -13,7 +13,7 @@ from typing import Any
 from trimtab.report.charts import Line, chart, smooth, window_of
 from trimtab.report.distributions import accuracy_of, are_held_out
 from trimtab.report.findings import findings
-from trimtab.report.formatting import count, duration, percent, plain, short_number
+from trimtab.report.formatting import count, duration, percent, plain, short_number, table
 from trimtab.report.panels import BOUNDS, EVALUATION, Panel, objective_panels, pace_panels
 from trimtab.report.rollouts import shortened
 from trimtab.report.run_data import Point, RunData, finite
@@ -88,10 +88,10 @@ def _accuracy(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def warnings(run: RunData) -> str:
-    return told(findings(run))
+    return finding_list(findings(run))
 
 
-def told(sentences: Sequence[str]) -> str:
+def finding_list(sentences: Sequence[str]) -> str:
     if not sentences:
         return "<ul class='findings calm'><li>Nothing unusual was found in this run.</li></ul>"
     return f"<ul class=findings>{''.join(f'<li>{sentence(one)}</li>' for one in sentences)}</ul>"
@@ -219,6 +219,14 @@ def sample_cell(sample: dict[str, Any], name: str, title: str) -> str:
     return f'<td data-name="{escape(title)}"><span{verdict}>{shown}</span></td>'
 
 
+def layout_section(run: RunData) -> str:
+    """Placement of the roles on a cluster."""
+    layout, names = run.manifest.get("layout"), ("role", "nodes", "processes", "devices")
+    found = [row for row in layout if isinstance(row, dict)] if isinstance(layout, list) else []
+    rows = [["" if row.get(name) is None else plain(row[name]) for name in names] for row in found]
+    return f"<h2>Where it ran</h2>{table(names, rows, 'data', 'card')}" if rows else ""
+
+
 def data(run: RunData) -> str:
     if not run.data:
         return ""
@@ -245,15 +253,10 @@ def data(run: RunData) -> str:
     left_out = ("what", "layout", *(("trained_tokens",) if run.is_rl else ()))  # no token of a prompt is trained on
     flat = [dict(flatten(values, leave_out=left_out)) for values in sets.values()]
     keys = dict.fromkeys([*(key for key in names if any(key in values for values in flat)), *flat[0], *flat[-1]])
-    rows = "".join(
-        f"<tr><td>{escape(names.get(key, str(key).replace('_', ' ')))}</td>"
-        f"{''.join(f'<td>{escape(_counted(values, key))}</td>' for values in flat)}</tr>"
-        for key in keys
-    )
-    head = f"<tr><th></th>{''.join(f'<th>{name}</th>' for name in sets)}</tr>"
+    rows = [(names.get(key, str(key).replace("_", " ")), *(_counted(values, key) for values in flat)) for key in keys]
     layout = run.data.get("layout")
     told = f"<p class=words>Read as {escape(layout)}.</p>" if isinstance(layout, str) and layout else ""
-    return f"<h2>Data</h2>{told}<div class=card><table class=data>{head}{rows}</table></div>"
+    return f"<h2>Data</h2>{told}{table(('', *sets), rows, 'data', 'card')}"
 
 
 def _counted(values: dict[str, Any], key: str) -> str:
@@ -306,23 +309,3 @@ def flatten(mapping: dict[Any, Any], leave_out: Iterable[str] = (), prefix: str 
 def pairs(known: Iterable[tuple[str, Any]], kind: str = "pairs") -> str:
     rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(plain(value))}</dd></div>" for name, value in known)
     return f"<dl class={kind}>{rows}</dl>"
-
-
-# ---- Placement on a cluster.
-
-
-COLUMNS = ("role", "nodes", "processes", "devices")
-
-
-def layout_section(run: RunData) -> str:
-    layout = run.manifest.get("layout")
-    rows = [row for row in layout if isinstance(row, dict)] if isinstance(layout, list) else []
-    if not rows:
-        return ""
-    head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-    body = "".join(f"<tr>{''.join(f'<td>{_cell(row.get(name))}</td>' for name in COLUMNS)}</tr>" for row in rows)
-    return f"<h2>Where it ran</h2><div class=card><table class=data><tr>{head}</tr>{body}</table></div>"
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else escape(plain(value))

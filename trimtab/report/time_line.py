@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean, median
 
 from trimtab.report.charts import COLOURS, HEIGHT, Area, Axis, Line, figure, key, linear, steps, tooltips, values
-from trimtab.report.formatting import duration, percent, plural, short_number
+from trimtab.report.formatting import duration, percent, plural, short_number, table
 from trimtab.report.run_data import RunData, TimeSpan, finite
 from trimtab.report.summary import change_in_words
 
@@ -48,7 +48,7 @@ def time_section(run: RunData) -> str:
     meanings = [f"{name}: {MEANINGS[name]}" for name in phases if name in MEANINGS]
     words += f" {'; '.join(meanings).capitalize()}." if meanings else ""
     told = f"<h2>Where the time goes</h2><p class=words>{escape(words)}</p>"
-    return f"{told}<div class=charts>{pictures}{_table(phases, times, typical)}</div>"
+    return f"{told}<div class=charts>{pictures}{_phase_table(phases, times, typical)}</div>"
 
 
 def phase_times(run: RunData) -> tuple[list[str], Times]:
@@ -115,16 +115,14 @@ def _keys(phases: Sequence[str]) -> str:
     return "".join(key(name, "block", index % COLOURS) for index, name in enumerate(phases))
 
 
-def _table(phases: Sequence[str], times: Times, typical: Sequence[float]) -> str:
+def _phase_table(phases: Sequence[str], times: Times, typical: Sequence[float]) -> str:
     whole = sum(sum(seconds) for _, seconds in times)
-    rows = ""
+    rows = []
     for index, name in enumerate(phases):
         total = sum(seconds[index] for _, seconds in times)
         spent = [duration(seconds) if seconds else "–" for seconds in (total, typical[index], times[-1][1][index])]
-        cells = (name, spent[0], percent(total / whole, 0), *spent[1:])
-        rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-    head = "".join(f"<th>{name}</th>" for name in ("", "whole run", "share", "median", "last"))
-    return f"<div class='card scroll wide'><table class='data sides phases'><tr>{head}</tr>{rows}</table></div>"
+        rows.append((name, spent[0], percent(total / whole, 0), *spent[1:]))
+    return table(("", "whole run", "share", "median", "last"), rows, "data sides phases", "card scroll wide")
 
 
 # ---- Trainer, engines and rewards side by side: asynchronous runs.
@@ -235,15 +233,13 @@ def _picture(spans: Sequence[TimeSpan]) -> str:
 def _activity_table(spans: Sequence[TimeSpan]) -> str:
     """Of every lane, how much of the run it did what."""
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
-    rows = ""
+    rows = []
     for lane in lanes_of(spans)[:MOST_LANES]:
         for what in kinds_of([span for span in spans if span.lane == lane]):
             spent = length(covered(span for span in spans if span.lane == lane and span.what == what))
             share = percent(spent / whole, 0) if whole > 0 else "–"
-            cells = (lane, what, ACTIVITIES.get(what, ""), duration(spent), share)
-            rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-    head = "".join(f"<th>{name}</th>" for name in ("", "does", "which means", "whole run", "share"))
-    return f"<div class='card scroll wide'><table class='data sides phases'><tr>{head}</tr>{rows}</table></div>"
+            rows.append((lane, what, ACTIVITIES.get(what, ""), duration(spent), share))
+    return table(("", "does", "which means", "whole run", "share"), rows, "data sides phases", "card scroll wide")
 
 
 def lanes_of(spans: Iterable[TimeSpan]) -> list[str]:
