@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from trimtab import job
-from trimtab.api.call import Hearing
+from trimtab.api.call import ProcessOutput
 from trimtab.config.jobs import SFTOptions
 from trimtab.distributed.supervision import LAUNCHER_SOCKET
 from trimtab.errors import RunFailed, UserError
@@ -120,7 +120,7 @@ def test_a_broken_connection_of_several_processes_is_told_in_a_line(monkeypatch,
 
 
 def test_python_raises_what_the_launcher_says_of_a_killed_process():
-    hearing = Hearing("grpo")
+    hearing = ProcessOutput("grpo")
     hearing("trimtab grpo: failed: lost its connection to another process of this run", True)
     hearing("process 1 was ended by signal 9 (SIGKILL)", True)
     hearing("the last checkpoint is here", True)
@@ -129,7 +129,7 @@ def test_python_raises_what_the_launcher_says_of_a_killed_process():
 
 
 def test_a_mistake_is_raised_though_another_process_tells_later_that_it_lost_its_connection():
-    hearing = Hearing("sft")
+    hearing = ProcessOutput("sft")
     hearing("process 1 ended with exit code 2:", True)
     hearing("  trimtab sft: error: no column 'nothing'", True)
     hearing("trimtab sft: failed: lost its connection to another process of this run (closed by peer)", True)

@@ -6,29 +6,29 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from trimtab.api.generation import generate as generate
+    from trimtab.api.functions import dapo as dapo
+    from trimtab.api.functions import dpo as dpo
+    from trimtab.api.functions import generate as generate
+    from trimtab.api.functions import grpo as grpo
+    from trimtab.api.functions import kd as kd
+    from trimtab.api.functions import kto as kto
+    from trimtab.api.functions import options as options
+    from trimtab.api.functions import ppo as ppo
+    from trimtab.api.functions import prm as prm
+    from trimtab.api.functions import reinforce as reinforce
+    from trimtab.api.functions import rl as rl
+    from trimtab.api.functions import rloo as rloo
+    from trimtab.api.functions import rm as rm
+    from trimtab.api.functions import sft as sft
+    from trimtab.api.functions import tail as tail
     from trimtab.api.learner import Learner as Learner
     from trimtab.api.learner_losses import Loss as Loss
     from trimtab.api.learner_losses import LossInputs as LossInputs
     from trimtab.api.learner_losses import advantages as advantages
-    from trimtab.api.listing import options as options
-    from trimtab.api.rl import dapo as dapo
-    from trimtab.api.rl import grpo as grpo
-    from trimtab.api.rl import ppo as ppo
-    from trimtab.api.rl import reinforce as reinforce
-    from trimtab.api.rl import rl as rl
-    from trimtab.api.rl import rloo as rloo
-    from trimtab.api.rl import tail as tail
     from trimtab.api.run import Run as Run
     from trimtab.api.run import open as open
     from trimtab.api.samples import Episode as Episode
     from trimtab.api.samples import Sample as Sample
-    from trimtab.api.supervised import dpo as dpo
-    from trimtab.api.supervised import kd as kd
-    from trimtab.api.supervised import kto as kto
-    from trimtab.api.supervised import prm as prm
-    from trimtab.api.supervised import rm as rm
-    from trimtab.api.supervised import sft as sft
     from trimtab.envs.types import Step as Step
     from trimtab.envs.types import Task as Task
     from trimtab.envs.types import Turn as Turn
@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 
 # Where each name is defined. It is imported when it is first asked for: `import trimtab` loads no torch.
 _PLACES = {
-    **dict.fromkeys(("dapo", "grpo", "ppo", "reinforce", "rl", "rloo", "tail"), "trimtab.api.rl"),
-    **dict.fromkeys(("dpo", "kd", "kto", "prm", "rm", "sft"), "trimtab.api.supervised"),
-    "generate": "trimtab.api.generation",
-    "options": "trimtab.api.listing",
+    **dict.fromkeys(("dapo", "dpo", "generate", "grpo", "kd", "kto", "options", "ppo"), "trimtab.api.functions"),
+    **dict.fromkeys(("prm", "reinforce", "rl", "rloo", "rm", "sft", "tail"), "trimtab.api.functions"),
     **dict.fromkeys(("Run", "open"), "trimtab.api.run"),
     **dict.fromkeys(("Error", "Interrupted", "RunFailed", "UserError"), "trimtab.errors"),
     **dict.fromkeys(("Loss", "LossInputs"), "trimtab.api.learner_losses"),

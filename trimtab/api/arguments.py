@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from trimtab.api.environments import with_tools
@@ -27,11 +28,11 @@ from trimtab.config.option import Option, find, options_of
 from trimtab.config.parser import parse_values
 from trimtab.config.training_options import PER_DEVICE, CallOptions
 from trimtab.errors import UserError
-from trimtab.files import new_temporary_folder, remove, write_bytes, write_text, writing
+from trimtab.files import remove, write_bytes, write_text, writing
 
 
 def suggested(word: object, known: Iterable[str]) -> str:
-    """To follow what says that the word is not known."""
+    """The end of a message about an unknown word: the closest known one, or all of them."""
     names = list(known)
     close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names)}"
@@ -53,15 +54,15 @@ Given = dill.loads(Path(__file__).with_name("environment.pkl").read_bytes())
 '''
 
 
-class Given:
-    """What one call was given. Paths are those aside, until `move_in`."""
+class GivenFiles:
+    """The objects of one call as files, in a temporary folder until `move_to`."""
 
-    def __init__(self) -> None:
-        self.aside = new_temporary_folder("trimtab-given")
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._models: dict[str, tuple[Any, Any]] = {}
 
     def __bool__(self) -> bool:
-        return any(self.aside.iterdir())
+        return any(self.folder.iterdir())
 
     def model(self, name: str, model: Any, tokenizer: Any) -> str:
         """A loaded model; `name`: the option that it stands for. A text is a place already."""
@@ -72,7 +73,8 @@ class Given:
         if not is_model(model):
             raise UserError(f"--{name} takes a folder, a name or a loaded PreTrainedModel, not {_kind(model)}")
         self._models[name] = model, tokenizer if tokenizer is not None else _tokenizer_of(model, name)
-        return str(self._place(name, folder=True))
+        (self.folder / name).mkdir()
+        return str(self.folder / name)
 
     def rows(self, name: str, rows: Any, column: str, most: int | None = None) -> str:
         """Rows: texts, lists of messages (both become `column`) or dicts. A text is a place already. `most`: how many
@@ -90,8 +92,8 @@ class Given:
         first = next(lines, None)
         if first is None:
             raise UserError(f"--{name}: there are no rows in what was given")
-        place = self._place(f"{name}.jsonl")
-        with writing("what was given in Python: cannot write it aside"), place.open("w", encoding="utf-8") as file:
+        place = self.folder / f"{name}.jsonl"
+        with writing("what was given in Python: cannot write it"), place.open("w", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in chain([first], lines))
         return str(place)
 
@@ -114,37 +116,28 @@ class Given:
                 f"environment: {getattr(made, '__name__', made)} cannot be sent to a process of its own ({reason}): "
                 "write it to a file and give FILE.py:NAME"
             ) from error
-        write_bytes(self._place("environment.pkl"), content)
-        stub = self._place("environment.py")
+        write_bytes(self.folder / "environment.pkl", content)
+        stub = self.folder / "environment.py"
         write_text(stub, _STUB.format(paths=[path or os.getcwd() for path in sys.path]))
         return {"agent_func_path": f"{stub}:Given"}
 
-    def move_in(self, save_path: str) -> Callable[[Any], Any]:
-        """Bring everything into the run's folder; what turns paths aside into those there."""
+    def move_to(self, save_path: str) -> Callable[[Any], Any]:
+        """Move the files to the run's folder, and return a function that turns their old paths into the new ones."""
         home = Path(save_path).expanduser().resolve() / FOLDER
         if self:
             with writing(f"--save_path {save_path}: cannot write there"):
                 home.mkdir(parents=True, exist_ok=True)
-                for place in self.aside.iterdir():
+                for place in self.folder.iterdir():
                     remove(home / place.name)
                     if place.name in self._models:
                         _save(*self._models[place.name], home / place.name)
                     else:
                         shutil.move(place, home / place.name)
 
-        def settled(value: Any) -> Any:
-            return value.replace(str(self.aside), str(home)) if isinstance(value, str) else value
+        def moved(value: Any) -> Any:
+            return value.replace(str(self.folder), str(home)) if isinstance(value, str) else value
 
-        return settled
-
-    def close(self) -> None:
-        remove(self.aside)
-
-    def _place(self, name: str, *, folder: bool = False) -> Path:
-        place = self.aside / name
-        if folder:
-            place.mkdir()
-        return place
+        return moved
 
 
 def is_model(value: Any) -> bool:
@@ -204,7 +197,7 @@ OPTIONS = ("reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier")
 
 
 def reward_options(
-    reward: Any, options: Mapping[str, Any], given: Given
+    reward: Any, options: Mapping[str, Any], given: GivenFiles
 ) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
     """The options for a reward or a list of them, and the functions that they name. Weights among the options are in
     the order of the list."""
@@ -230,12 +223,12 @@ def reward_options(
 
 
 def argument_names(names: Mapping[str, str], reward: Any) -> dict[str, str]:
-    """What a call names its arguments, by option: with what it has for objects that are no option's value."""
+    """The names of a call's arguments by option, with those of objects that are no option's value."""
     own = {name: name for name in ("reward", "tokenizer", "on_iteration")}
     return {**own, **names, **(dict.fromkeys(OPTIONS, "reward") if reward is not None else {})}
 
 
-def _option(reward: Any, functions: dict[str, Callable[..., Any]], given: Given, name: str) -> tuple[str, str]:
+def _option(reward: Any, functions: dict[str, Callable[..., Any]], given: GivenFiles, name: str) -> tuple[str, str]:
     """`name`: of the folder, if it is a model."""
     if is_model(reward):
         return "reward_pretrain", given.model(name, reward, None)
@@ -297,15 +290,17 @@ DATA = ("prompt_data", "dataset", "eval_dataset", "pretrain_data", "heldout_prom
 
 @dataclass(frozen=True)
 class Arguments:
+    """The arguments of a call: options, files of objects, functions."""
+
     values: dict[str, Any]
     """Options by their names, as `parse_values` takes them."""
-    given: Given
+    given: GivenFiles
     functions: dict[str, Callable[..., Any]]
-    """What the options name as rewards."""
+    """Functions of this process that the options name as rewards."""
 
 
 @contextmanager
-def resolved(
+def job_arguments(
     job_class: type[CallOptions],
     options: dict[str, Any],
     named: dict[str, Any],
@@ -316,15 +311,17 @@ def resolved(
     tools: Sequence[Callable[..., Any]] = (),
     names: Mapping[str, str] | None = None,
 ) -> Iterator[Arguments]:
-    """`named`: arguments that stand for options of these names; None is as good as left out. `names`: what the caller
-    calls them. What was written for the call and has not been moved to its run is gone at the end."""
+    """The arguments of a call as options of a job; files that were not moved to a run are gone at the end.
+
+    `named`: arguments by the options that they stand for, None meaning unset; `names`: what the caller calls them.
+    """
     named = {name: value for name, value in named.items() if value is not None}
     options = _under_own_names(job_class, options, named)
-    # A mistyped name is told before anything is written.
+    # A mistyped name is reported before anything is written.
     checked = {name: v for name, v in options.items() if find(job_class, name) is None or not _is_object(name, v)}
     parse_values(job_class, checked, names)
-    given = Given()
-    try:
+    with TemporaryDirectory(prefix="trimtab-given-", ignore_cleanup_errors=True) as temporary:
+        given = GivenFiles(Path(temporary))
         rewards, functions = reward_options(reward, options, given)
         values = {**named, **options, **rewards}
         if environment is not None or tools:
@@ -337,11 +334,9 @@ def resolved(
             elif name == "pretrain":
                 values[name] = given.model(name, value, tokenizer)
             elif is_model(value):
-                # Its own tokenizer, where it says where that is.
+                # With its own tokenizer, if it names its folder.
                 values[name] = given.model(name, value, None if getattr(value, "name_or_path", "") else tokenizer)
         yield Arguments(values, given, functions)
-    finally:
-        given.close()
 
 
 def _under_own_names(job_class: type[CallOptions], options: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
@@ -352,7 +347,7 @@ def _under_own_names(job_class: type[CallOptions], options: dict[str, Any], name
         own = option.name if option is not None else name
         if own in named:
             raise UserError(f"{name} is given twice: as an argument and as an option")
-        # Of words that mean one option but not one step, the one that was used matters.
+        # Aliases that change an option's meaning keep their name.
         found[name if option is None or name in PER_DEVICE or own in found else own] = value
     return found
 

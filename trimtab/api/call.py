@@ -8,94 +8,88 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
-from trimtab.api.arguments import FOLDER, Arguments, Given, as_arguments
-from trimtab.config.jobs import TRAINED, TrainedOptions
+from trimtab.api.arguments import FOLDER, Arguments, as_arguments
+from trimtab.config.jobs import TRAINED, GenerateOptions, TrainedOptions
 from trimtab.config.parser import parse_values
 from trimtab.config.resolved_config import redact
 from trimtab.config.training_options import CallOptions
 from trimtab.errors import Error, Interrupted, RunFailed, UserError, error_chain
-from trimtab.files import LOCK, locked, new_temporary_folder, remove, writing
-from trimtab.job import installation_error, launches_others, on_a_cluster, prepared, trusting_code
-
-if TYPE_CHECKING:
-    from trimtab.api.types import Listener
-
+from trimtab.files import LOCK, locked, remove, writing
+from trimtab.job import (
+    installation_error,
+    launches_others,
+    on_a_cluster,
+    prepared,
+    rehearse_job,
+    start_job,
+    trusting_code,
+)
 
 RUNS = Path("runs")
-KILLED = re.compile(r"process \d+ was ended by signal")  # what the launcher says, and then where to go on
-HEARD_LINES = 40
-LOAD = "--load_checkpoint"
+KILLED = re.compile(r"process \d+ was ended by signal")  # the launcher's line, followed by where to resume
+KEPT_LINES = 40
 Job = TypeVar("Job", bound=CallOptions)
+Listener = Callable[[dict[str, Any]], object]
 
 
-def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = None) -> Path:
-    """Run the job, and return its folder."""
-    from trimtab.rewards.functions import register_functions
+def train(verb: str, arguments: Arguments, on_iteration: Listener | None) -> Path:
+    """Run a training job and return its folder."""
     from trimtab.train.metrics import row_listener
 
     if on_iteration is not None and not callable(on_iteration):
         raise UserError(f"on_iteration takes a function, not {type(on_iteration).__name__}")
     parse_values(TRAINED[verb], arguments.values)  # before a folder is made for it
-    with run_folder(verb, arguments.values) as values:
-        options: TrainedOptions = prepared(parse_values(TRAINED[verb], values), arguments.given.aside)
-        check_can_be_asked(options, arguments)
+    with run_folder(verb, arguments.values) as values, row_listener(on_iteration):
+        options: TrainedOptions = prepared(parse_values(TRAINED[verb], values), arguments.given.folder)
+        check_reachable(options, arguments)
         if launches_others(options) and on_iteration is not None:
             raise UserError(
                 f"--nproc {options.nproc}: on_iteration would be called in another process; leave it out, and read "
                 "metrics.jsonl"
             )
-        with (
-            without_keys(options),
-            trusting_code(options),
-            register_functions(arguments.functions),
-            row_listener(on_iteration),
-        ):
-            if options.dry_run:
-                _rehearse(options, arguments.given)
-            else:
-                _start(options, values, arguments.given)
+        try:
+            run(options, values, arguments, options.save_path)
+        except (Interrupted, RunFailed) as ended:
+            resume = f"trimtab.open({options.save_path!r}).resume() goes on"
+            ended.args = (str(ended).replace("add --load_checkpoint to go on", resume),)
+            raise
     return Path(options.save_path)
 
 
-def _rehearse(options: TrainedOptions, given: Given) -> None:
-    from trimtab.job import rehearse_job
+def run(
+    options: TrainedOptions | GenerateOptions, values: Mapping[str, Any], arguments: Arguments, folder: str
+) -> None:
+    """Start a job, or its dry run, with its objects as files in `folder`; no error tells a key."""
+    from trimtab.rewards.functions import register_functions
 
-    home = new_temporary_folder("trimtab-dry-run")
     try:
-        for line in rehearse_job(with_paths(options, given.move_in(str(home)))):
-            print(redact(line, options))
-    finally:
-        remove(home)
+        with trusting_code(options), register_functions(arguments.functions):
+            if options.dry_run:
+                with TemporaryDirectory(prefix="trimtab-dry-run-") as temporary:
+                    for line in rehearse_job(with_paths(options, arguments.given.move_to(temporary))):
+                        print(redact(line, options))
+                return
+            if arguments.given and not isinstance(options, GenerateOptions):
+                from trimtab.train.run_directory import set_aside_finished_run
 
-
-def _start(options: TrainedOptions, values: Mapping[str, Any], given: Given) -> None:
-    from trimtab.job import start_job
-    from trimtab.train.run_directory import set_aside_finished_run
-
-    if given:
-        set_aside_finished_run(options, print)  # which the run itself does later, with what is in the folder by then
-        with (
-            writing(f"--save_path {options.save_path}: cannot write there"),
-            locked("save_path", Path(options.save_path)),
-        ):
-            settled = given.move_in(options.save_path)
-    else:
-        settled = given.move_in(options.save_path)
-    words, hearing = in_words(values, settled), Hearing(options.verb)
-    try:
-        hearing.check(start_job(with_paths(options, settled), words, hearing))
-    except (Interrupted, RunFailed) as ended:
-        go_on = f"trimtab.open({options.save_path!r}).resume() goes on"
-        ended.args = (str(ended).replace(f"add {LOAD} to go on", go_on),)
+                set_aside_finished_run(options, print)  # before the run does, which would set these files aside too
+                with writing(f"--save_path {folder}: cannot write there"), locked("save_path", Path(folder)):
+                    moved = arguments.given.move_to(folder)
+            else:
+                moved = arguments.given.move_to(folder)
+            output = ProcessOutput(options.verb)
+            output.check(start_job(with_paths(options, moved), in_words(values, moved), output))
+    except Error as error:
+        error.args = (redact(str(error), options),)  # notebooks are shared
         raise
 
 
 @contextmanager
 def run_folder(verb: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The options with a folder, one of their own where none is named. Where no run began in it, nothing stays of what
-    was put there."""
+    """The options with a folder, a new one where none is named. Where no run began in it, it is left as it was."""
     if values.get("save_path") is not None:
         if not str(values["save_path"]):
             raise UserError("save_path is empty; name a folder, or leave it out")
@@ -133,20 +127,10 @@ def _new_folder(verb: str) -> Path:
     raise AssertionError
 
 
-@contextmanager
-def without_keys(options: CallOptions) -> Iterator[None]:
-    """Inside, no error tells a key: notebooks are shared, too."""
-    try:
-        yield
-    except Error as error:
-        error.args = (redact(str(error), options),)
-        raise
-
-
 class call_errors:
-    """Inside, a fault of the installation is told in our words. Whatever ends a call on purpose leaves without a trace
-    of where we noticed it, with what a function of the caller's raised, if that was the cause, and in the words of the
-    call: options are its arguments (`names`: those that are called otherwise)."""
+    """Inside, a known fault of the installation becomes a UserError, and messages name arguments instead of options
+    (`names`: arguments by the options that they stand for). A trimtab.Error leaves without our traceback; its cause is
+    the exception of the caller's own function, if that was the reason."""
 
     def __init__(self, job_class: type, names: Mapping[str, str]):
         self.job_class, self.names = job_class, names
@@ -160,19 +144,15 @@ class call_errors:
         told = installation_error(error)
         if isinstance(told, Error):
             told.args = (as_arguments(str(told), self.job_class, self.names),)
-            raise told.with_traceback(None) from _raised_by_the_caller(told)
+            from trimtab.sandbox.calls import UserCodeError
+
+            chain = error_chain(told, contexts=False)
+            cause = next((link.__cause__ for link in chain if isinstance(link, UserCodeError)), None)
+            raise told.with_traceback(None) from cause
 
 
-def _raised_by_the_caller(error: BaseException) -> BaseException | None:
-    from trimtab.sandbox.calls import UserCodeError
-
-    return next(
-        (link.__cause__ for link in error_chain(error, contexts=False) if isinstance(link, UserCodeError)), None
-    )
-
-
-def check_can_be_asked(options: CallOptions, arguments: Arguments) -> None:
-    """What lives in this process can be asked by this process alone."""
+def check_reachable(options: CallOptions, arguments: Arguments) -> None:
+    """Refuse objects of this process in a run of several, which do not have them."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and arguments.given:
         raise UserError("under a launcher every process would write what was given: give files and folders instead")
     if not arguments.functions or not (on_a_cluster(options) or launches_others(options)):
@@ -185,29 +165,29 @@ def check_can_be_asked(options: CallOptions, arguments: Arguments) -> None:
     )
 
 
-def with_paths(options: Job, settled: Callable[[Any], Any]) -> Job:
-    """The options with the places of what was given."""
+def with_paths(options: Job, moved: Callable[[Any], Any]) -> Job:
+    """The options with the final paths of the objects' files."""
     changes = {
-        known.name: settled(value)
+        known.name: moved(value)
         for known in dataclasses.fields(options)
         if isinstance(value := getattr(options, known.name), str)
     }
     return dataclasses.replace(options, **changes)
 
 
-def in_words(values: Mapping[str, Any], settled: Callable[[Any], Any]) -> list[str]:
+def in_words(values: Mapping[str, Any], moved: Callable[[Any], Any]) -> list[str]:
     """Options as the words of a command."""
     words: list[str] = []
     for name, value in values.items():
         if isinstance(value, list | tuple | range | set | frozenset):
             words += [f"--{name}", *map(str, value)]
         else:
-            words.append(f"--{name}={settled(value)}")
+            words.append(f"--{name}={moved(value)}")
     return words
 
 
-class Hearing:
-    """What the first of several processes says: passed on, and where they fail, raised."""
+class ProcessOutput:
+    """The output of the first of several processes: passed on, and where they fail, raised as an error."""
 
     def __init__(self, verb: str):
         self.verb = verb
@@ -217,7 +197,7 @@ class Hearing:
         print(line, file=sys.stderr if error else sys.stdout, flush=True)
         if error:
             self._lines.append(line)
-            del self._lines[:-HEARD_LINES]
+            del self._lines[:-KEPT_LINES]
 
     def check(self, code: int) -> None:
         """Raise what one process would have raised, if this exit code says that they failed."""

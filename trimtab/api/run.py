@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.arguments import argument_names, resolved
-from trimtab.api.call import call_errors, train
+from trimtab.api.arguments import argument_names, job_arguments
+from trimtab.api.call import Listener, call_errors, train
 from trimtab.config.data_options import listed
 from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.config.objective_options import GIVEN
@@ -19,182 +19,25 @@ from trimtab.config.training_options import CheckpointOptions, PretrainOptions, 
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
 from trimtab.models.folder import ADAPTER
-from trimtab.models.pretrained import from_pretrained
-from trimtab.models.reward import AutoClassifier
-from trimtab.report import run_data
 from trimtab.report.findings import alarms
 from trimtab.report.formatting import short_number
 from trimtab.report.panels import EVALUATION, objective_panels
-from trimtab.report.run_data import OPTIONS, Point
+from trimtab.report.run_data import METRICS, OPTIONS, Point, RunData, read_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-CURVES = 4
-POINTS = 160
-WIDTH, HEIGHT = 150, 36
-MOST_ALARMS = 5
-
-
-def html_card(run: run_data.RunData, alarms: list[str]) -> str:
-    state = "finished" if run.has_saved_model else "not finished"
-    steps = f"{run.steps} {run.unit}{'s' * (run.steps != 1)}"
-    head = f"<b>trimtab {escape(run.job)}</b> {escape(str(run.folder))} · {state}, {steps}"
-    curves = "".join(_figure(run, name, title) for name, title in _main_figures(run))
-    told = "".join(f"<li>{escape(alarm)}</li>" for alarm in alarms[:MOST_ALARMS])
-    more = f"<li>and {len(alarms) - MOST_ALARMS} more</li>" if len(alarms) > MOST_ALARMS else ""
-    listed = f"<ul style='margin:4px 0 0 18px'>{told}{more}</ul>" if alarms else ""
-    page = run.folder / "report.html"
-    where = f"<div style='opacity:.7'>report: {escape(str(page))}</div>" if page.is_file() else ""
-    return (
-        f"<div style='font:13px system-ui,sans-serif'><div>{head}</div>"
-        f"<div style='display:flex;flex-wrap:wrap;gap:18px;margin-top:6px'>{curves}</div>{listed}{where}</div>"
-    )
-
-
-def last_figures(run: run_data.RunData, most: int = 3) -> list[tuple[str, str]]:
-    """The newest values of what matters most to the job."""
-    found = [(name, run.last(name)) for name, _ in _main_figures(run)[:most]]
-    return [(name, short_number(value)) for name, value in found if value is not None]
-
-
-def _main_figures(run: run_data.RunData) -> list[tuple[str, str]]:
-    """(metric, title) of the first pictures of the run's report; of each what was evaluated, where that was."""
-    chosen: dict[str, str] = {}
-    for picture in objective_panels([run]):
-        metric = next(iter(picture.metrics))
-        for name in (metric, f"{EVALUATION}{metric}"):
-            if run.series(name):
-                told = f"{picture.title}, evaluated" if name.startswith(EVALUATION) else picture.title
-                chosen.setdefault(name, told)
-    return list(chosen.items())[:CURVES]
-
-
-def _figure(run: run_data.RunData, name: str, title: str) -> str:
-    points = run.series(name)
-    return (
-        f"<div><div style='opacity:.7'>{escape(title)}</div>{_sparkline(points)}"
-        f"<div>{short_number(points[0][1])} → <b>{short_number(points[-1][1])}</b></div></div>"
-    )
-
-
-def _sparkline(points: list[Point]) -> str:
-    kept = points[:: -(-len(points) // POINTS)]
-    kept = kept if kept[-1] == points[-1] else [*kept, points[-1]]
-    steps, values = [step for step, _ in kept], [value for _, value in kept]
-    width, height = steps[-1] - steps[0] or 1, max(values) - min(values) or 1.0
-    places = " ".join(
-        f"{2 + (WIDTH - 4) * (step - steps[0]) / width:.1f},"
-        f"{2 + (HEIGHT - 4) * (1 - (value - min(values)) / height):.1f}"
-        for step, value in kept
-    )
-    return (
-        f"<svg width={WIDTH} height={HEIGHT} role=img aria-hidden=true><polyline points='{places}' fill=none "
-        "stroke=currentColor stroke-width=1.5 stroke-linejoin=round /></svg>"
-    )
-
-
-# ---- the trained model
-
-
-def load_model(run: Run, *, merged: bool = False, **arguments: Any) -> Any:
-    import transformers
-
-    _check_whole(run)
-    options = _options(run)
-    kind = AutoClassifier if run.job == "rm" else transformers.AutoModelForCausalLM
-    arguments.setdefault("dtype", "auto")
-    with trusting(options.trust_remote_code):
-        if not (run.path / ADAPTER).is_file():
-            return from_pretrained(kind, str(run.path), flag="run", **arguments)
-        from peft import PeftModel
-
-        base = from_pretrained(kind, options.pretrain, flag="the base model of the run", **arguments)
-        model = PeftModel.from_pretrained(base, str(run.path))
-        return model.merge_and_unload() if merged else model
-
-
-def load_tokenizer(run: Run) -> Any:
-    import transformers
-
-    _check_whole(run)
-    with trusting(_options(run).trust_remote_code):
-        return from_pretrained(transformers.AutoTokenizer, str(run.path), flag="run")
-
-
-def _options(run: Run) -> PretrainOptions:
-    options: Any = run.options
-    return options
-
-
-def _check_whole(run: Run) -> None:
-    if not run.finished:
-        raise UserError(
-            f"{run.path} has no whole model yet: the run is still going, or was stopped; "
-            f"trimtab.open({str(run.path)!r}).resume() goes on"
-        )
-
-
-# ---- resume
-
-Functions = Mapping[str, Callable[..., Any]]
-
-
-def resume(
-    run: Run,
-    functions: Functions,
-    reward: Any,
-    on_iteration: Callable[[dict[str, Any]], object] | None,
-    options: Mapping[str, Any],
-) -> Functions:
-    """Go on, and return the functions that it has as rewards."""
-    from trimtab.train.checkpoint import Checkpoints
-
-    before = run.options
-    for name in ("save_path", "load_checkpoint", "config"):
-        if name in options:
-            raise UserError(f"{name}: resume goes on in {run.path}; leave it out")
-    kept = before.ckpt_path if before.ckpt_path != checkpoints_in(before.save_path) else None
-    folder = str(options.get("ckpt_path") or kept or checkpoints_in(str(run.path)))
-    if not Checkpoints(Path(folder), keep=1, keep_gib=0).has_sign():
-        raise UserError(
-            f"{run.path} has no checkpoint to go on from in {folder}: they are written when a run is stopped, and with "
-            "save_steps"
-        )
-    named = {"config": run.path / OPTIONS, "save_path": run.path, "load_checkpoint": True}
-    if reward is None:
-        _check_functions(getattr(before, "reward_func", None), functions)
-    job, names = TRAINED[run.job], argument_names({}, reward)
-    with call_errors(job, names), resolved(job, dict(options), named, reward=reward, names=names) as arguments:
-        if reward is None:
-            arguments = replace(arguments, functions=dict(functions))
-        train(run.job, arguments, on_iteration=on_iteration)
-    return arguments.functions
-
-
-def _check_functions(places: str | None, functions: Functions) -> None:
-    for place in listed(places):
-        if place.startswith(GIVEN) and place.removeprefix(GIVEN) not in functions:
-            raise UserError(
-                f"this run was rewarded by the function {place.removeprefix(GIVEN)} of an earlier session: give it "
-                "again, as resume(reward=...)"
-            )
-
-
-# ---- the run
 
 
 def open(folder: str | os.PathLike[str]) -> Run:
     """The run in this folder: the `save_path` of a function or a command, while it works or afterwards."""
     path = Path(folder).expanduser()
     with call_errors(CheckpointOptions, {}):
-        run_data.read_run(path)  # which says what is wrong with a folder that is none
+        read_run(path)  # which says what is wrong with a folder that is none
     return Run(path)
 
 
 class Run:
-    """A run as it is on disk; what it tells is read anew whenever it is asked for."""
+    """A run as it is on disk; its files are read anew for every property."""
 
     def __init__(self, path: str | os.PathLike[str], *, functions: Mapping[str, Callable[..., Any]] | None = None):
         """`functions`: the rewards that it was given in Python, to go on with."""
@@ -240,12 +83,31 @@ class Run:
     def model(self, *, merged: bool = False, **arguments: Any) -> PreTrainedModel:
         """The trained model, loaded by transformers with these arguments of `from_pretrained`. An adapter comes on its
         base model, as PEFT has it and as it was trained; `merged`: as one model."""
+        from transformers import AutoModelForCausalLM
 
-        return load_model(self, merged=merged, **arguments)
+        from trimtab.models.pretrained import from_pretrained
+        from trimtab.models.reward import AutoClassifier
+
+        options = self._pretrain_options()
+        kind = AutoClassifier if self.job == "rm" else AutoModelForCausalLM
+        arguments.setdefault("dtype", "auto")
+        with trusting(options.trust_remote_code):
+            if not (self.path / ADAPTER).is_file():
+                return from_pretrained(kind, str(self.path), flag="run", **arguments)
+            from peft import PeftModel
+
+            base = from_pretrained(kind, options.pretrain, flag="the base model of the run", **arguments)
+            model = PeftModel.from_pretrained(base, str(self.path))
+            return model.merge_and_unload() if merged else model
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the trained model."""
+        from transformers import AutoTokenizer
 
-        return load_tokenizer(self)
+        from trimtab.models.pretrained import from_pretrained
+
+        with trusting(self._pretrain_options().trust_remote_code):
+            return from_pretrained(AutoTokenizer, str(self.path), flag="run")
 
     def report(self) -> Path:
         """Write the run's page anew, and say where it is."""
@@ -253,25 +115,52 @@ class Run:
 
         return write_report(self.path)
 
-    def resume(
-        self,
-        *,
-        reward: Any = None,
-        on_iteration: Callable[[dict[str, Any]], object] | None = None,
-        **options: Any,
-    ) -> Run:
+    def resume(self, *, reward: Any = None, on_iteration: Listener | None = None, **options: Any) -> Run:
         """Go on from the newest checkpoint, with the run's own options and these in their place. `reward`: functions
         that it was given by another session."""
+        from trimtab.train.checkpoint import Checkpoints
 
-        functions = resume(self, self._functions, reward, on_iteration, options)
-        return Run(self.path, functions=functions)
+        before, job = self.options, TRAINED[self.job]
+        for name in ("save_path", "load_checkpoint", "config"):
+            if name in options:
+                raise UserError(f"{name}: resume goes on in {self.path}; leave it out")
+        kept = before.ckpt_path if before.ckpt_path != checkpoints_in(before.save_path) else None
+        folder = str(options.get("ckpt_path") or kept or checkpoints_in(str(self.path)))
+        if not Checkpoints(Path(folder), keep=1, keep_gib=0).has_sign():
+            raise UserError(
+                f"{self.path} has no checkpoint to go on from in {folder}: they are written when a run is stopped, and "
+                "with save_steps"
+            )
+        for place in listed(getattr(before, "reward_func", None)) if reward is None else ():
+            if place.startswith(GIVEN) and place.removeprefix(GIVEN) not in self._functions:
+                raise UserError(
+                    f"this run was rewarded by the function {place.removeprefix(GIVEN)} of an earlier session: give it "
+                    "again, as resume(reward=...)"
+                )
+        named = {"config": self.path / OPTIONS, "save_path": self.path, "load_checkpoint": True}
+        names = argument_names({}, reward)
+        with call_errors(job, names), job_arguments(job, options, named, reward=reward, names=names) as arguments:
+            if reward is None:
+                arguments = replace(arguments, functions=self._functions)
+            train(self.job, arguments, on_iteration)
+        return Run(self.path, functions=arguments.functions)
+
+    def _pretrain_options(self) -> PretrainOptions:
+        """The options of a run that left a whole model."""
+        if not self.finished:
+            raise UserError(
+                f"{self.path} has no whole model yet: the run is still going, or was stopped; "
+                f"trimtab.open({str(self.path)!r}).resume() goes on"
+            )
+        options: Any = self.options
+        return options
 
     @property
     def _started(self) -> bool:
-        return (self.path / run_data.METRICS).is_file()
+        return (self.path / METRICS).is_file()
 
-    def _read(self) -> run_data.RunData:
-        return run_data.read_run(self.path)
+    def _read(self) -> RunData:
+        return read_run(self.path)
 
     def __repr__(self) -> str:
         shown = os.path.relpath(self.path) if self.path.is_relative_to(Path.cwd()) else str(self.path)
@@ -287,3 +176,70 @@ class Run:
 
     def _repr_html_(self) -> str:
         return html_card(self._read(), alarms(self._read())) if self._started else f"<p>{self!r}</p>"
+
+
+# ---- a run in a few lines, as a notebook shows it
+
+CURVES = 4
+POINTS = 160
+WIDTH, HEIGHT = 150, 36
+MOST_ALARMS = 5
+
+
+def html_card(run: RunData, alarms: list[str]) -> str:
+    """Small curves, last figures and alarms as one piece of HTML."""
+    state = "finished" if run.has_saved_model else "not finished"
+    steps = f"{run.steps} {run.unit}{'s' * (run.steps != 1)}"
+    head = f"<b>trimtab {escape(run.job)}</b> {escape(str(run.folder))} · {state}, {steps}"
+    curves = "".join(_figure(run, name, title) for name, title in _main_figures(run))
+    told = "".join(f"<li>{escape(alarm)}</li>" for alarm in alarms[:MOST_ALARMS])
+    more = f"<li>and {len(alarms) - MOST_ALARMS} more</li>" if len(alarms) > MOST_ALARMS else ""
+    listed = f"<ul style='margin:4px 0 0 18px'>{told}{more}</ul>" if alarms else ""
+    page = run.folder / "report.html"
+    where = f"<div style='opacity:.7'>report: {escape(str(page))}</div>" if page.is_file() else ""
+    return (
+        f"<div style='font:13px system-ui,sans-serif'><div>{head}</div>"
+        f"<div style='display:flex;flex-wrap:wrap;gap:18px;margin-top:6px'>{curves}</div>{listed}{where}</div>"
+    )
+
+
+def last_figures(run: RunData, most: int = 3) -> list[tuple[str, str]]:
+    """The newest values of what matters most to the job."""
+    found = [(name, run.last(name)) for name, _ in _main_figures(run)[:most]]
+    return [(name, short_number(value)) for name, value in found if value is not None]
+
+
+def _main_figures(run: RunData) -> list[tuple[str, str]]:
+    """(metric, title) of the first panels of the run's report, each also as evaluated, where it was."""
+    chosen: dict[str, str] = {}
+    for panel in objective_panels([run]):
+        metric = next(iter(panel.metrics))
+        for name in (metric, f"{EVALUATION}{metric}"):
+            if run.series(name):
+                told = f"{panel.title}, evaluated" if name.startswith(EVALUATION) else panel.title
+                chosen.setdefault(name, told)
+    return list(chosen.items())[:CURVES]
+
+
+def _figure(run: RunData, name: str, title: str) -> str:
+    points = run.series(name)
+    return (
+        f"<div><div style='opacity:.7'>{escape(title)}</div>{_sparkline(points)}"
+        f"<div>{short_number(points[0][1])} → <b>{short_number(points[-1][1])}</b></div></div>"
+    )
+
+
+def _sparkline(points: list[Point]) -> str:
+    kept = points[:: -(-len(points) // POINTS)]
+    kept = kept if kept[-1] == points[-1] else [*kept, points[-1]]
+    steps, values = [step for step, _ in kept], [value for _, value in kept]
+    width, height = steps[-1] - steps[0] or 1, max(values) - min(values) or 1.0
+    places = " ".join(
+        f"{2 + (WIDTH - 4) * (step - steps[0]) / width:.1f},"
+        f"{2 + (HEIGHT - 4) * (1 - (value - min(values)) / height):.1f}"
+        for step, value in kept
+    )
+    return (
+        f"<svg width={WIDTH} height={HEIGHT} role=img aria-hidden=true><polyline points='{places}' fill=none "
+        "stroke=currentColor stroke-width=1.5 stroke-linejoin=round /></svg>"
+    )
