@@ -5,6 +5,7 @@ which drops packets in silence, as a pulled cable does. All machines see the sam
 with folders of its own. Needs root; `refusal` says why it cannot be.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -189,8 +190,11 @@ def is_of_a_run(line: str) -> bool:
 class Machines:
     """A head and others, all made with their networks; Ray nodes are started one by one."""
 
+    # Never the same twice in a process: the kernel removes a deleted namespace's links some time later.
+    marks = itertools.count(os.getpid())
+
     def __init__(self, size: int, **environment: str):
-        mark = os.getpid() % 1000
+        mark = next(self.marks) % 1000
         self.name, self.network = f"tt{mark}", f"10.{100 + mark // 250}.{mark % 250}"
         self.bridge, self.address = f"{self.name}br", f"{self.network}.1:{PORT}"
         # Short, because the paths of sockets have a limit.
@@ -211,6 +215,7 @@ class Machines:
             **environment,
         }
         self.all: list[Machine] = []
+        self.size = size
         try:
             run("ip", "link", "add", self.bridge, "type", "bridge")
             run("ip", "addr", "add", f"{self.network}.254/24", "dev", self.bridge)
@@ -250,8 +255,8 @@ class Machines:
         for machine in reversed(self.all):
             if machine.node is not None:
                 machine.kill()
-        for machine in self.all:
-            run("ip", "netns", "del", machine.name)
+        for number in range(self.size):  # also of a machine that was only half made
+            subprocess.run(["ip", "netns", "del", f"{self.name}n{number}"], capture_output=True, timeout=30)
         subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, timeout=30)
         self.warm.close()
         shutil.rmtree(self.folder, ignore_errors=True)
