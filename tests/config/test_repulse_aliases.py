@@ -6,7 +6,7 @@ import re
 import pytest
 
 from trimtab.config.parser import parse
-from trimtab.config.repulse_aliases import in_words_of_tail, is_repulse, run_name
+from trimtab.config.repulse_aliases import abbreviated, in_words_of_tail, is_repulse, run_name
 from trimtab.config.resolved_config import check, refuse_unimplemented, settle
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.config.rl_options import MODULATIONS
@@ -268,3 +268,16 @@ def test_what_means_none_of_the_methods_is_refused_in_one_line(command, complain
 )
 def test_other_commands_of_train_ppo_are_left_alone(words):
     assert not is_repulse(words.split())
+
+
+@pytest.mark.parametrize(
+    "place, short",
+    [
+        ("HuggingFaceTB/SmolLM-135M-Instruct", "Sm13In"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "Ll3.1BIn"),
+        ("./data/20k_mixed_singleturn_1/", "20misi1"),
+        ("distilgpt2", "di"),
+    ],
+)
+def test_places_are_shortened_word_by_word(place, short):
+    assert abbreviated(place) == short

@@ -38,7 +38,7 @@ def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
     if "-h" in argv or "--help" in argv:
         print(help_text(job_class, everything="all" in argv), end="")
         raise SystemExit(0)
-    return _with_file(job_class, _from_command_line(job_class, argv), map(_name, argv))
+    return _with_file(job_class, _from_command_line(job_class, argv), map(option_name, argv))
 
 
 def parse_values(job_class: type[Job], values: Mapping[str, Any], arguments: Mapping[str, str] | None = None) -> Job:
@@ -175,7 +175,7 @@ def _underscored(word: str) -> str:
     return f"--{name.replace('-', '_')}{equals}{value}"
 
 
-def _name(word: str) -> str:
+def option_name(word: str) -> str:
     return _underscored(word).removeprefix("--").partition("=")[0]
 
 

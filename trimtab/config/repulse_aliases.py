@@ -9,83 +9,11 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from trimtab.config.parser import parse
+from trimtab.config.parser import option_name, parse
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.config.rl_options import MODULATIONS, PUSHING
 from trimtab.errors import UserError
-
-
-def abbreviated(place: str) -> str:
-    """`owner/SmolLM-135M-Instruct` as Sm13In: the first two characters of each word of the last part of a path."""
-    last = place.rstrip("/").rsplit("/", 1)[-1]
-    return "".join(piece[:2] for piece in re.split("[-_]", last))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunName:
-    """What a run is told apart by. None: not part of this run's name."""
-
-    rm_type: str
-    pretrain: str
-    reward_pretrain: str
-    prompt_data: str
-    generate_max_len: int
-    init_kl_coef: float
-    target_dist_beta: float | int
-    """PPO has none of its own: 1 / init_kl_coef in three decimals, or the integer 10000."""
-    parameterization: str
-    actor_loss_type: str
-    max_epochs: int
-    episodes: int
-    lr_scheduler: str
-    actor_learning_rate: float
-    seed: int
-    base_as_proposal: bool = False
-    start_beta: float | None = None
-    uniform_reweight: bool = False
-    reweighting_beta: float | None = None
-    push_down_loss: str | None = None
-    """--harmlessness_training_loss_type"""
-    start_alpha: float | None = None
-    alpha: float | None = None
-    transform: tuple[float, float] | None = None
-    """a and b of the reward transform."""
-    only_evaluated: bool = False
-    critic_learning_rate: float | None = None
-    base_actor_learning_rate: float | None = None
-    critic_loss_type: str | None = None
-
-    def __str__(self) -> str:
-        models = (abbreviated(place) for place in (self.pretrain, self.reward_pretrain, self.prompt_data))
-        parts = [self.rm_type]
-        parts += ["baseprop"] if self.base_as_proposal else []
-        parts += [*models, f"len{self.generate_max_len}", f"kl{float(self.init_kl_coef)}"]
-        parts += [] if self.start_beta is None else [f"start{float(self.start_beta)}"]
-        parts += [f"beta{self.target_dist_beta}"]
-        parts += ["uniwgt"] if self.uniform_reweight else []
-        parts += [] if self.reweighting_beta is None else [f"sepb{float(self.reweighting_beta)}"]
-        if self.push_down_loss is not None:
-            parts += ["harml", self.push_down_loss]
-            parts += [] if self.start_alpha is None else [f"start{float(self.start_alpha)}"]
-            assert self.alpha is not None, "what pushes down has a weight"
-            parts += [f"a{float(self.alpha)}"]
-        if self.transform is not None:
-            a, b = map(float, self.transform)
-            parts[-1] += f"rta{a}"
-            parts += [f"b{b}"]
-        parts += [self.parameterization, self.actor_loss_type, f"epo{self.max_epochs}", f"epi{self.episodes}"]
-        parts += ["eval"] if self.only_evaluated else []
-        parts += [f"sch{self.lr_scheduler}", f"alr{float(self.actor_learning_rate)}"]
-        parts += [] if self.critic_learning_rate is None else [f"clr{float(self.critic_learning_rate)}"]
-        parts += [] if self.base_actor_learning_rate is None else [f"blr{float(self.base_actor_learning_rate)}"]
-        parts += [] if self.critic_loss_type is None else [f"closs{self.critic_loss_type}"]
-        return "_".join([*parts, self.parameterization, f"s{self.seed}"])
-
-
-# ---- commands
-
 
 SINGLE_PROMPT = "This man is a"
 _MARKS = {
@@ -125,7 +53,7 @@ Flags = dict[str, list[str]]  # name without dashes -> the words that follow it
 
 def is_repulse(words: Sequence[str]) -> bool:
     """Whether a command of train_ppo is one of RePULSe's."""
-    return any(word.startswith("--") and _name(word) in _MARKS for word in words)
+    return any(word.startswith("--") and option_name(word) in _MARKS for word in words)
 
 
 def in_words_of_tail(words: Sequence[str]) -> list[str]:
@@ -133,17 +61,22 @@ def in_words_of_tail(words: Sequence[str]) -> list[str]:
     flags = _flags(words)
     for name in _WITHOUT_EFFECT:
         flags.pop(name, None)
-    _same_potential(flags)
+    kind = _value(flags, "rm_type") or "rlhf"
+    if kind != "rlhf":
+        raise UserError(f"--rm_type {kind}: the only potential here is rlhf, exp(beta reward)")
     method = _method(flags)
     flags = {"method": [method], **flags}
-    (_translate_ppo if method == "ppo" else _translate_pair)(flags)
+    if method != "ppo":
+        _translate_pair(flags)
+    elif "target_dist_beta" in flags:
+        raise UserError("--target_dist_beta: PPO has no target distribution; leave it out")
     if _switch(flags, "new_custom_single_prompt"):
         flags["single_prompt"] = [SINGLE_PROMPT]
     _prompts_to_answers(flags)
     for name, ours in _RENAMED.items():
         if name in flags:
             flags[ours] = flags.pop(name)
-    return _words(_under_the_run_s_name(flags))
+    return _words(_in_folder_of_run(flags))
 
 
 def run_name(options: TailOptions) -> str:
@@ -151,39 +84,37 @@ def run_name(options: TailOptions) -> str:
 
     Settings that the original does not have, or does not tell apart, stand before the seed.
     """
-    ppo, transformed = options.method == "ppo", options.method == "reinforce_transform"
+    ppo, pushes = options.method == "ppo", options.method in PUSHING
     beta: float | int = float(options.target_dist_beta)
-    if ppo:
+    if ppo:  # which has none: 1 / init_kl_coef in three decimals, or the integer 10000
         beta = round(1 / options.init_kl_coef, 3) if options.init_kl_coef else 10000
-    loss = "neg_training" if options.method in PUSHING else "reinforce"
-    spelt = {ours: theirs for theirs, ours in _PROPOSALS.items()}
-    name = RunName(
-        rm_type="rlhf",
-        pretrain=options.pretrain,
-        reward_pretrain=_reward(options) or "",
-        prompt_data=options.prompt_data,
-        generate_max_len=options.generate_max_len,
-        init_kl_coef=options.init_kl_coef,
-        target_dist_beta=beta,
-        parameterization="policy" if ppo else spelt[options.proposal],
-        actor_loss_type="ppo" if ppo else options.proposal_loss,
-        max_epochs=options.max_epochs,
-        episodes=options.num_episodes,
-        lr_scheduler=options.lr_scheduler,
-        actor_learning_rate=options.actor_learning_rate if ppo else options.proposal_learning_rate,
-        seed=options.seed,
-        base_as_proposal=options.method == "base_proposal",
-        start_beta=options.start_target_dist_beta if options.method in PUSHING else None,
-        push_down_loss=None if ppo else loss,
-        start_alpha=options.start_alpha if options.method in PUSHING else None,
-        alpha=None if ppo else options.alpha,
-        transform=(options.alpha, options.target_dist_beta) if transformed else None,
-        critic_learning_rate=options.critic_learning_rate if ppo else None,
-        critic_loss_type="mse" if ppo else None,
-        base_actor_learning_rate=None if ppo else options.actor_learning_rate,
-    )
-    stem, seed = str(name).rsplit("_", 1)
-    return "_".join([stem, *_unnamed(options), seed])
+    proposals = {ours: theirs for theirs, ours in _PROPOSALS.items()}
+    parameterization = "policy" if ppo else proposals[options.proposal]
+    parts = ["rlhf", *(["baseprop"] if options.method == "base_proposal" else [])]
+    parts += [abbreviated(place) for place in (options.pretrain, _reward(options) or "", options.prompt_data)]
+    parts += [f"len{options.generate_max_len}", f"kl{float(options.init_kl_coef)}"]
+    if pushes and options.start_target_dist_beta is not None:
+        parts.append(f"start{float(options.start_target_dist_beta)}")
+    parts.append(f"beta{beta}")
+    if not ppo:
+        parts += ["harml", "neg_training" if pushes else "reinforce"]
+        if pushes and options.start_alpha is not None:
+            parts.append(f"start{float(options.start_alpha)}")
+        alpha = float(options.alpha)
+        parts.append(f"a{alpha}rta{alpha}_b{beta}" if options.method == "reinforce_transform" else f"a{alpha}")
+    parts += [parameterization, "ppo" if ppo else options.proposal_loss]
+    parts += [f"epo{options.max_epochs}", f"epi{options.num_episodes}", f"sch{options.lr_scheduler}"]
+    if ppo:
+        parts += [f"alr{float(options.actor_learning_rate)}", f"clr{float(options.critic_learning_rate)}", "clossmse"]
+    else:
+        parts += [f"alr{float(options.proposal_learning_rate)}", f"blr{float(options.actor_learning_rate)}"]
+    return "_".join([*parts, parameterization, *_unnamed(options), f"s{options.seed}"])
+
+
+def abbreviated(place: str) -> str:
+    """`owner/SmolLM-135M-Instruct` as Sm13In: the first two characters of each word of the last part of a path."""
+    last = place.rstrip("/").rsplit("/", 1)[-1]
+    return "".join(piece[:2] for piece in re.split("[-_]", last))
 
 
 def _unnamed(options: TailOptions) -> list[str]:
@@ -231,18 +162,7 @@ def _method(flags: Flags) -> str:
     return method
 
 
-def _same_potential(flags: Flags) -> None:
-    kind = _value(flags, "rm_type") or "rlhf"
-    if kind != "rlhf":
-        raise UserError(f"--rm_type {kind}: the only potential here is rlhf, exp(beta reward)")
-
-
 # ---- what is named otherwise, or counted otherwise
-
-
-def _translate_ppo(flags: Flags) -> None:
-    if "target_dist_beta" in flags:
-        raise UserError("--target_dist_beta: PPO has no target distribution; leave it out")
 
 
 def _translate_pair(flags: Flags) -> None:
@@ -278,7 +198,7 @@ def _prompts_to_answers(flags: Flags) -> None:
     flags["micro_rollout_batch_size"] = [str(prompts * group)]
 
 
-def _under_the_run_s_name(flags: Flags) -> Flags:
+def _in_folder_of_run(flags: Flags) -> Flags:
     """Runs of all methods and seeds share the original's folders: here each has its own in there, under its name."""
     options = parse(TailOptions, _words(flags))
     if not (options.pretrain and options.prompt_data and _reward(options)):
@@ -301,17 +221,13 @@ def _flags(words: Sequence[str]) -> Flags:
     name = None
     for word in words:
         if word.startswith("--"):
-            name = _name(word)
+            name = option_name(word)
             flags[name] = word.split("=", 1)[1:]
         elif name is None:
             raise UserError(f"unexpected {word!r}: every value follows its option")
         else:
             flags[name].append(word)
     return flags
-
-
-def _name(word: str) -> str:
-    return word[2:].split("=")[0].replace("-", "_")
 
 
 def _words(flags: Flags) -> list[str]:
