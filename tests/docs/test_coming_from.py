@@ -9,7 +9,7 @@ import pytest
 
 import trimtab
 from tests.docs.pages import DOCS, blocks, commands
-from trimtab.config import aliases as words
+from trimtab.config import aliases
 from trimtab.config.jobs import JOBS
 from trimtab.config.option import find, options_of
 from trimtab.config.parser import parse
@@ -64,10 +64,10 @@ def test_options_that_a_page_calls_ours_exist(page):
 def test_the_two_tables_of_names_are_those_of_the_program():
     page = (DOCS / "from_openrlhf.md").read_text()
     table = page.partition("<!-- begin: dotted -->\n\n")[2].partition("\n<!-- end: dotted -->")[0]
-    assert table == words.dotted(), "write it anew: dotted() of trimtab/config/aliases.py"
+    assert table == aliases.dotted(), "write it anew: dotted() of trimtab/config/aliases.py"
 
 
-@pytest.mark.parametrize("word", [entry.word for entry in words.WORDS if entry.tool == "OpenRLHF"])
+@pytest.mark.parametrize("word", [entry.word for entry in aliases.WORDS if entry.tool == "OpenRLHF"])
 def test_dotted_flags_that_mean_something_else_are_not_accepted(word):
     assert all(find(job, word) is None for job in JOBS.values())
 

@@ -114,8 +114,8 @@ def described(option, common: bool) -> dict:
         "optional": option.optional,
         "default": option.default,
     }
-    limits = dataclasses.asdict(option.limits)
-    return shape | {"aliases": sorted(option.aliases), "limits": limits, "section": option.section, "common": common}
+    shape |= {"aliases": sorted({*option.aliases} - {option.name}), "limits": dataclasses.asdict(option.limits)}
+    return shape | {"section": option.section, "common": common}
 
 
 def resolved(command: str) -> dict:
