@@ -1,7 +1,7 @@
-"""Triton kernels of the LM head: log-softmax of targets, entropy and the gradient of logits, a pass over a chunk each.
+"""Triton kernels of the LM head: log-softmax of targets, entropy and gradient of logits, each one pass over a chunk.
 
-Forward: log Z, the target's logit and, when asked for, E[z] of every row. Backward: the gradient of the raw logits in
-the dtype of the products that come next. The formulas are those of models/lm_head.py.
+Forward: log Z, the target's logit and, if requested, E[z] of every row. Backward: the gradient of the raw logits, in
+the dtype of the next matrix products. models/lm_head.py has the formulas.
 """
 
 import torch
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOWEST = -3.0e38  # finite, so that its difference from minus infinity is a number
-# Measured on an H200: columns that a program looks at together, and its warps.
+LOWEST = -3.0e38  # finite, so that subtracting minus infinity gives no NaN
+# (columns per iteration, warps) of a program, tuned on an H200.
 READ = (1024, 8)
 TURNED = (2048, 8)
 
@@ -33,7 +33,7 @@ def _read(
 ):  # fmt: skip
     row = tl.program_id(0)
     begin = raw + row.to(tl.int64) * row_stride
-    # Every lane has a running sum of its own, so that nothing is exchanged before the end.
+    # Every lane has its own running sum, so lanes exchange nothing before the end.
     peak = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     mixed = tl.zeros([BLOCK], tl.float32)
@@ -42,7 +42,7 @@ def _read(
         inside = word < vocabulary
         z = _shaped(tl.load(begin + word, inside, 0.0), scale, softcap, temperature, SHAPED, CAPPED)
         z = tl.where(inside, z, float("-inf"))
-        # One exponential a logit: of the higher of both it would be 1.
+        # One exponential per logit: the factor of the larger of both is 1.
         weight = tl.exp(-tl.abs(z - peak))
         higher = z > peak
         total = tl.where(higher, total * weight + 1, total + weight)
@@ -88,7 +88,7 @@ def _turned(
 def read_logits(
     raw_NV: Tensor, places_N: Tensor, scale: float, softcap: float | None, temperature: float, *, means: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The shaped logit of every row's place, log Z, and E[z] with `means`."""
+    """The shaped logit of every row's target, log Z and, with `means`, E[z]."""
     rows, vocabulary = raw_NV.shape
     assert raw_NV.stride(1) == 1
     chosen_N, normalisers_N = torch.empty(2, rows, dtype=torch.float32, device=raw_NV.device)
@@ -108,7 +108,7 @@ def logit_gradient(
     grad_log_probs_N: Tensor, grad_chosen_N: Tensor, grad_entropy_N: Tensor,
     scale: float, softcap: float | None, temperature: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Of the raw logits. `grad_chosen_N` is that of the log-probs whose targets are here."""
+    """Gradient of the raw logits. `grad_chosen_N`: of the log-probs, 0 for targets in another process's part."""
     rows, vocabulary = raw_NV.shape
     assert raw_NV.is_contiguous()
     out_NV = torch.empty_like(raw_NV, dtype=dtype)

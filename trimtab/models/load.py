@@ -1,8 +1,8 @@
-"""Load models as the root modules of jobs: dtype, LoRA adapters, attention path, activation checkpointing, offload.
+"""Loading of models as root modules of jobs: dtype, LoRA, attention path, gradient checkpointing, offload.
 
-In one process a model is loaded whole, in fp32; what is frozen and will be bf16 is read in bf16 from its files. Of a
-model that is sharded over processes, each reads its own parts (parallel/sharded_checkpoint). Only where that cannot be
-done, or where --zero_stage 0 gives every process everything, it is loaded whole and then sharded.
+In one process a model is loaded whole in fp32; frozen weights that will be bf16 are read in bf16 from the files. Of a
+sharded model each process reads its own shards (parallel/sharded_checkpoint). Only if that is impossible, or if
+--zero_stage 0 replicates the model, it is loaded whole and then sharded.
 """
 
 import contextlib
@@ -48,16 +48,18 @@ from trimtab.models.reward import HEAD, AutoClassifier, RewardModel, drawn_head,
 from trimtab.models.selfcheck import Verdict, choose_path
 
 RewardLoadOptions = RMOptions | RLOptions | GenerateOptions | AttackOptions | ServeRMOptions
-"""What has LoadOptions and RewardHeadOptions."""
+"""Options with both LoadOptions and RewardHeadOptions."""
 Wrap = Callable[[PackedModel], PackedModel]
 
 
 @dataclass
 class Loaded:
+    """A loaded model and facts about it."""
+
     model: PackedModel
     verdict: Verdict
-    weights: str  # fingerprint of what was read
-    notes: tuple[str, ...] = ()  # what there is to say of it
+    weights: str  # fingerprint of the weights that were read
+    notes: tuple[str, ...] = ()  # lines for the log
 
 
 # ---- policies
@@ -66,7 +68,7 @@ class Loaded:
 def load_policy(
     options: HeldModelOptions, device: Device, mesh: Mesh | None = None, *, within: Wrap = lambda policy: policy
 ) -> Loaded:
-    """A causal LM to be trained, sharded over the processes of `mesh`; `within`: the root module it is a part of."""
+    """A causal LM to train, sharded over the processes of `mesh`; `within`: wraps it in another root module."""
     mesh = mesh or Mesh()
     shard, direct = _reads_parts(options, mesh), mesh.size == 1 and options.lora_rank > 0
     source = _open_model(options.pretrain, options, device, "--pretrain", mesh if shard else None, direct=direct)
@@ -82,33 +84,33 @@ def load_frozen_policy(
     mesh: Mesh | None = None,
     offload: bool = False,
 ) -> Loaded:
-    """A causal LM that only scores: a reference or a teacher, in the trained model's precision.
+    """A frozen causal LM (reference or teacher) in the trained model's precision.
 
-    `mesh`: the processes that it is sharded over (None: this one holds it), with `offload` in main memory.
+    `mesh`: the processes it is sharded over; None: not sharded. `offload`: shards are in main memory.
     """
     source = _open_model(pretrain, options, device, flag, mesh, direct=mesh is None)
     return _frozen(Policy, source, pretrain, options, device, flag, mesh, offload)
 
 
 def wrap_policy(model: nn.Module, options: LearnerOptions, device: Device) -> Loaded:
-    """A causal LM that the caller has loaded, to be trained in place."""
+    """A causal LM loaded by the caller, to train in place."""
     model = model.float()
     return _trained(Policy, ModelSource(model, weights_fingerprint(model)), options, device, Mesh())
 
 
 def fake_policy(options: TrainedModelOptions) -> Policy:
-    """The policy without its weights, adapters included, to check options against."""
+    """The policy with adapters but without weights, to check options against."""
     model = fake_model(options.pretrain, AutoModelForCausalLM)
     return Policy(add_adapters(model, options) if options.lora_rank > 0 else model)
 
 
 def fake_frozen_policy(pretrain: str, flag: str) -> Policy:
-    """A policy that only scores, without its weights."""
+    """A frozen policy without weights."""
     return Policy(fake_model(pretrain, AutoModelForCausalLM, flag))
 
 
 def fake_policy_with_fingerprint(pretrain: str, flag: str = "--pretrain") -> tuple[Policy, str]:
-    """The same for a policy that another engine loads, and the fingerprint of the weights it will read."""
+    """A fake policy that another engine will load, and the fingerprint of its weights."""
     check_model_folder(pretrain, flag)
     policy = fake_frozen_policy(pretrain, flag)
     with contextlib.suppress(UserError):  # not every model has one
@@ -128,8 +130,7 @@ def load_reward_model(
     *,
     root: type[PackedModel] = RewardModel,
 ) -> Loaded:
-    """A reward model or critic to be trained, from one that has a head already or from a causal LM; sharded over the
-    processes of `mesh`."""
+    """A reward model or critic to train, from a model with a score head or from a causal LM; sharded over `mesh`."""
     mesh = mesh or Mesh()
     shard = mesh if _reads_parts(options, mesh) else None
     source = _open_model(options.pretrain, options, device, "--pretrain", shard, scores=options)
@@ -150,8 +151,8 @@ def load_frozen_reward_model(
     mesh: Mesh | None = None,
     offload: bool = False,
 ) -> Loaded:
-    """A reward model that only scores: ours, or any sequence classifier with one score. `mesh`, `offload`: as those of
-    a frozen policy."""
+    """A frozen reward model: ours, or any sequence classifier with one score. `mesh`, `offload`: as in
+    `load_frozen_policy`."""
     source = _open_model(pretrain, options, device, flag, mesh, scores=options)
     if source.fresh_head:
         raise UserError(f"{flag} {pretrain}: a model without a trained score head; make one of it with trimtab rm")
@@ -160,7 +161,7 @@ def load_frozen_reward_model(
 
 
 def fake_reward_model(options: TrainedModelOptions, flag: str = "--pretrain") -> RewardModel:
-    """A reward model or critic without its weights. `flag`: what the user calls it."""
+    """A reward model or critic without weights. `flag`: the option that names it."""
     model = fake_model(options.pretrain, AutoClassifier, flag, num_labels=1)
     _require_head(model, options.pretrain, flag)
     return RewardModel(add_adapters(model, options, "SEQ_CLS") if options.lora_rank > 0 else model)
@@ -171,11 +172,11 @@ def _require_head(model: nn.Module, pretrain: str, flag: str = "--pretrain") -> 
         raise UserError(f"{flag} {pretrain}: {type(model).__name__} is not a decoder with a score head")
 
 
-# ---- both
+# ---- shared by both
 
 
 def _reads_parts(options: HeldModelOptions, mesh: Mesh) -> bool:
-    """Whether each process reads only its own parts of a trained model."""
+    """Whether each process reads only its own shards of a trained model."""
     return mesh.size > 1 and (options.zero_stage > 0 or mesh.sizes["tensor"] > 1)
 
 
@@ -189,11 +190,11 @@ def _open_model(
     direct: bool = False,
     scores: RewardLoadOptions | None = None,
 ) -> ModelSource:
-    """A causal LM, or with `scores` a classifier: without weights, to be read in parts by the processes of `mesh`;
-    or loaded whole, where there is no mesh or its files cannot be read in parts.
+    """A causal LM, or with `scores` a classifier: without weights, to be read in shards by the processes of `mesh`; or
+    loaded whole, if there is no mesh or its files cannot be read in parts.
 
-    `direct`: where it will be bf16, read it so from its files by one process too. What is not trained needs no fp32 on
-    the way, which takes twice the memory and most of the time; a small copy in fp32 is self-checked instead.
+    `direct`: one process, too, reads a bf16 model directly in bf16. A frozen model needs no fp32 copy, which would take
+    twice the memory and most of the time; a small fp32 model is self-checked instead.
     """
     check_model_folder(pretrain, flag)
     quiet_transformers()
@@ -206,7 +207,7 @@ def _open_model(
     direct = direct and options.bf16 and not options.load_in_4bit and options.attn_implementation is None
     if mesh is not None or direct:
         source = begin_sharded_load(pretrain, loader, options, mesh or Mesh(), flag, head=head, **more)
-        # Hugging Face's loader, where it converts, rounds at other places.
+        # If Hugging Face's loader converts weights, it rounds at other points, so one process uses it as before.
         if source is not None and (mesh is not None or source.keys is not None):
             return source
     if head not in (None, HEAD):
@@ -217,7 +218,7 @@ def _open_model(
 def _load_whole(
     loader: Any, pretrain: str, options: LoadOptions, device: Device, flag: str, **more: Any
 ) -> ModelSource:
-    # A size that does not fit is reported by us, by name.
+    # A mismatched shape is reported by us, with the weight's name.
     arguments = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if options.attn_implementation is not None:
         arguments["attn_implementation"] = options.attn_implementation
@@ -236,8 +237,9 @@ def _trained(
     mesh: Mesh,
     within: Wrap = lambda module: module,
 ) -> Loaded:
-    """Make the root module of a model to be trained: its path is chosen in fp32, then it is cast, sharded and, where
-    it has no weights yet, filled."""
+    """The root module of a model to train: choose its attention path in fp32, then cast, shard and, if it has no
+    weights
+    yet, read them."""
     model, whole, scores = source.model, source.files is None, root is not Policy
     if whole:
         _refuse_fresh(source.found, options.pretrain, "--pretrain", scores=scores)
@@ -245,8 +247,8 @@ def _trained(
     weights = source.weights or _fingerprint(model, options.pretrain, options, "--pretrain")
     notes = _settle_dropout(model, options) if isinstance(options, DropoutOptions) else ()
     if whole and _reads_parts(options, mesh):
-        said = "its weights cannot be read in parts (safetensors can), so every process reads them all and then splits"
-        notes += (f"note: --pretrain {options.pretrain}: {said} them",)
+        why = "its weights cannot be read in parts (safetensors can), so every process reads them all and then splits"
+        notes += (f"note: --pretrain {options.pretrain}: {why} them",)
     if options.load_in_4bit:
         _keep_gradients_on_cpu(model)
     random_state = torch.get_rng_state()
@@ -271,7 +273,7 @@ def _trained(
             set_head(module, head)
         if options.lora_rank > 0:
             after = fill_adapters(module.model, random_state)
-            if mesh.size == 1:  # as if the model had been there when they were drawn
+            if mesh.size == 1:  # the same random state as after drawing them in a loaded model
                 torch.set_rng_state(after)
     return Loaded(module, verdict, weights, notes)
 
@@ -286,14 +288,14 @@ def _frozen(
     mesh: Mesh | None,
     offload: bool,
 ) -> Loaded:
-    """Make the root module of a model that only scores."""
+    """The root module of a frozen model."""
     model, whole = source.model, source.files is None
     if whole:
         _refuse_fresh(source.found, pretrain, flag)
     weights = source.weights or _fingerprint(model, pretrain, options, flag)
     module = root(model.requires_grad_(False)).eval()
     if root is RewardModel and not hasattr(model, HEAD):
-        # Only its own forward pass knows where its score comes from.
+        # Only its own forward pass knows how the score is computed.
         verdict = Verdict("logits", f"{type(model).__name__} is not a decoder", 0.0)
         module.path, module.not_packed = verdict.path, verdict.reason
         if whole:
@@ -310,20 +312,20 @@ def _frozen(
 
 
 def _refuse_fresh(found: dict[str, set], pretrain: str, flag: str, *, scores: bool = False) -> None:
-    """`scores`: a score head may be missing."""
+    """Refuse files without some of the weights; `scores`: a score head may be missing."""
     if scores:
         found = {key: {k for k in keys if HEAD not in str(k)} for key, keys in found.items()}
     refuse_fresh_weights(pretrain, found, flag=flag)
 
 
 def _fingerprint(model: nn.Module, pretrain: str, options: LoadOptions, flag: str) -> str:
-    """Of the files, which every process can read; of the parameters where the files are of another kind."""
+    """Fingerprint of the safetensors files, or of the parameters if there are none."""
     files = None if options.load_in_4bit else WeightFiles.find(pretrain, flag)
     return weights_fingerprint(model) if files is None else files.fingerprint()
 
 
 def _settle_dropout(model: nn.Module, options: DropoutOptions) -> tuple[str, ...]:
-    """Before adapters are added, which have their own dropout."""
+    """Switch off the model's dropout unless --keep_dropout; called before adapters add their own. Returns notes."""
     if options.keep_dropout:
         return () if has_dropout(model) else ("--keep_dropout has no effect: the model has no dropout",)
     if not switch_off_dropout(model):
@@ -332,12 +334,12 @@ def _settle_dropout(model: nn.Module, options: DropoutOptions) -> tuple[str, ...
 
 
 def _place(module: PackedModel, options: LoadOptions, device: Device, *, cast: bool) -> Verdict:
-    """Choose the path, cast and move to the device, in this order: rounding would blur the comparison."""
+    """Choose the path, cast and move to the device, in this order: the comparison needs fp32."""
     verdict = choose_path(module) if options.attn_implementation is None else None
     if cast:
         cast_parameters(module, torch.bfloat16)
     module.to(device.torch)
-    # An implementation that was asked for by name may know only half precision, or only the accelerator.
+    # An implementation named by the user may support only half precision, or only the accelerator.
     return verdict or choose_path(module, packed_allowed=False)
 
 
@@ -364,7 +366,7 @@ def _apply_liger(model: nn.Module, device: Device) -> None:
 
 
 def _keep_gradients_on_cpu(model: nn.Module) -> None:
-    """On some CPUs bitsandbytes repacks weights for good when it first sees eval mode, and then has no gradient."""
+    """Keep bitsandbytes from repacking weights on some CPUs in eval mode: they would have no gradient afterwards."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -375,7 +377,7 @@ def _four_bit() -> Any:
     try:
         import bitsandbytes  # noqa: F401
         from transformers import BitsAndBytesConfig
-    except Exception as error:  # a broken set-up raises anything
+    except Exception as error:  # a broken installation may raise anything
         raise UserError(f"--load_in_4bit: bitsandbytes does not work here ({first_line(error)}); drop it") from error
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -1,4 +1,4 @@
-"""Low-rank adapters through PEFT: add them, draw them for a sharded model, switch them off, take them out."""
+"""LoRA adapters with PEFT: add them, initialize them in a sharded model, disable them, remove them temporarily."""
 
 import contextlib
 import copy
@@ -23,10 +23,10 @@ LAYER = "layer"
 
 
 def add_adapters(model: nn.Module, options: LoraOptions, task_type: str = "CAUSAL_LM") -> nn.Module:
-    """The model with fresh adapters; everything else is frozen, but for a reward head (`SEQ_CLS`)."""
+    """The model with new adapters; everything else is frozen, except a reward head (`SEQ_CLS`)."""
     targets = list(map(str, options.target_modules))
     unlike = [name for name, module in model.named_modules() if not _is_like_linear(module)]
-    # Before PEFT adapts any of them, should it fail half-way.
+    # Collected before PEFT changes modules, since it may fail half-way.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     linear = _last_parts(name for name in layers if name not in unlike)
@@ -53,16 +53,17 @@ def add_adapters(model: nn.Module, options: LoraOptions, task_type: str = "CAUSA
         if targets != [ALL_LINEAR] and not any(is_named(name) for name, _ in model.named_modules()):
             known = ", ".join(linear)
             raise UserError(f"{asked}: no such layers in this model; its linear layers are {known}") from error
-        # "[PEFT:...] Module 'out_proj' is incompatible with ... . Please ...": the sentence that says what is wrong.
+        # "[PEFT:...] Module 'out_proj' is incompatible with ... . Please ...": keep the sentence with the reason.
         reason = re.sub(r"^\[.*?\] *", "", first_line(error)).split(". ")[0]
         working = [name for name in linear if not re.search(rf"\b{re.escape(name)}\b", str(error))]
         raise UserError(f"{asked}: PEFT refuses it: {reason}; give --target_modules {' '.join(working)}") from error
 
 
 def _is_like_linear(module: nn.Module) -> bool:
-    """False of subclasses of nn.Linear that compute something else: routers that also choose experts, products of
-    groups. PEFT would add a linear layer's adapter to their output."""
-    # Other subclasses are quantised layers, which PEFT knows.
+    """Whether a module computes a linear map. False for subclasses of nn.Linear that compute something else (routers
+    that
+    also select experts, grouped products): PEFT would add a linear layer's adapter to their output."""
+    # Other subclasses are quantized layers, which PEFT supports.
     of_a_model = type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
     if not (of_a_model and isinstance(module, nn.Linear)):
         return True
@@ -76,12 +77,12 @@ def _is_like_linear(module: nn.Module) -> bool:
 
 
 def _last_parts(names: Iterator[str]) -> list[str]:
-    """Names of layers as --target_modules takes them."""
+    """Layer names in the form of --target_modules."""
     return sorted({name.rsplit(".", 1)[-1] for name in names})
 
 
 def refuse_adapted_experts(model: nn.Module) -> None:
-    """PEFT adapts the stacked weights of experts by a product as large as they are, made of whole weights."""
+    """Refuse adapters on stacked expert weights in a sharded model: PEFT adds a product of whole weights to them."""
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         linear = _last_parts(name for name, module in model.named_modules() if isinstance(module, Linear))
         raise UserError(
@@ -91,11 +92,12 @@ def refuse_adapted_experts(model: nn.Module) -> None:
 
 
 def fill_adapters(model: nn.Module, random_state: Tensor) -> Tensor:
-    """Draw the adapters of a sharded model, alike in any number of processes; the random state behind the draws.
+    """Initialize the adapters of a sharded model, equally for any number of processes; returns the random state after
+    it.
 
-    PEFT draws the whole of every adapter from the global random stream as it adds it. This draws the same, layer by
-    layer and from the same place of the stream (`random_state`: of the CPU, before the adapters were added), and each
-    process keeps its part: no process holds more than one layer's.
+    PEFT draws every adapter from the global random stream as it adds it. This draws the same values layer by layer,
+    starting from `random_state` (of the CPU before the adapters were added), and each process keeps its shard: no
+    process holds more than one layer's whole adapter.
     """
     config = copy.copy(model.peft_config["default"])
     config.target_modules, config.modules_to_save = [LAYER], None
@@ -105,7 +107,7 @@ def fill_adapters(model: nn.Module, random_state: Tensor) -> Tensor:
             if not isinstance(layer, BaseTunerLayer):
                 continue
             base = layer.get_base_layer()
-            hollow = copy.copy(base)  # whose own weights take no memory
+            hollow = copy.copy(base)  # its weights take no memory
             hollow._parameters = {
                 name: p if p is None else nn.Parameter(torch.zeros(()).expand(p.shape), False)
                 for name, p in base._parameters.items()
@@ -120,7 +122,7 @@ def fill_adapters(model: nn.Module, random_state: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The base model inside. PEFT's own switch also freezes the adapters, which a sharded model would remember."""
+    """Disable adapters inside the context. PEFT's own switch would also freeze them, which FSDP would keep."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
@@ -134,7 +136,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's modules have the names and places that they have without adapters."""
+    """Replace adapted layers by their base layers inside the context, so that modules have their original names."""
     replaced = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -1,10 +1,9 @@
-"""`PackedModel`: the padding-free forward pass of any decoder-only Hugging Face model; base of policy, reward model
-and critic.
+"""`PackedModel`: the padding-free forward pass of a decoder-only Hugging Face model; base of policy, reward and critic.
 
-How the model is run is decided once, at load (see selfcheck):
-- packed:  sequences in one row, our attention;
-- padded:  sequences as padded rows through the model's own attention;
-- logits:  padded rows and the model's own output, for heads we do not know. Right for any model, hungry for memory.
+The path is chosen once, at load (selfcheck):
+- packed:  sequences in one row, with our attention;
+- padded:  sequences as padded rows, with the model's own attention;
+- logits:  padded rows and the model's own output, for unknown heads. Correct for any model, but needs much memory.
 """
 
 import contextlib
@@ -28,21 +27,21 @@ Path = Literal["packed", "padded", "logits"]
 
 
 class PackedModel(nn.Module):
-    """A root module: a Hugging Face model (or a PEFT model around one) and what a job reads off its hidden states."""
+    """A root module: a Hugging Face model (or a PEFT model around one), with access to its hidden states."""
 
     def __init__(self, model: nn.Module, path: Path = "packed"):
         super().__init__()
         self.model = model
         self.path = path
-        self.not_packed = ""  # why, where another path was chosen
+        self.not_packed = ""  # why another path was chosen
         self.attention = PackedPass()
-        self.context: ContextParallel | None = None  # with whom this process works on a row; None: alone
+        self.context: ContextParallel | None = None  # the group that shares a row; None: this process alone
         self.rotary = SequenceLengths.install(self.inner)
-        self.activations: ActivationOffload | None = None  # where those of layers await the backward pass; None: here
+        self.activations: ActivationOffload | None = None  # offload of activations; None: they stay on the device
 
     @property
     def inner(self) -> nn.Module:
-        """The Hugging Face model itself, adapters inside it if there are any."""
+        """The Hugging Face model, with adapters inside if there are any."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     @property
@@ -54,9 +53,9 @@ class PackedModel(nn.Module):
         return next(self.parameters()).device
 
     def hidden(self, batch: TokenBatch, *, router: bool = False) -> tuple[Tensor, Routers]:
-        """Last hidden state of every token [T, D], and each layer's router logits [T, experts] when asked for."""
+        """Last hidden state of every token [T, D] and, if requested, each layer's router logits [T, experts]."""
         own_heartbeat.move()
-        assert self.context is None, "no process has all of them"
+        assert self.context is None, "context parallel: use `read`"
         if self.path == "packed":
             row = PackedRow.of(batch.spans, batch.ids_T.device)
             with self.rotary.of(token_lengths(batch.spans)):
@@ -68,7 +67,7 @@ class PackedModel(nn.Module):
         return out.last_hidden_state.flatten(0, 1)[rows.flat_T], routers
 
     def read(self, batch: TokenBatch, rows_N: Tensor, *, router: bool = False) -> RowStates:
-        """The same of some tokens of the row; where processes share it, of those among them that are here."""
+        """Like `hidden` for some tokens of the row; under context parallelism, for those among them in this process."""
         if self.context is None:
             hidden_TD, routers = self.hidden(batch, router=router)
             return RowStates(hidden_TD.index_select(0, rows_N), routers)
@@ -88,7 +87,8 @@ class PackedModel(nn.Module):
         return out.last_hidden_state[0], out.router_logits if router else None
 
     def own_logits(self, batch: TokenBatch, padding: int | None = None) -> "tuple[PaddedRows, Tensor]":
-        """Padded rows and the model's own output for them. `padding`: the token that its code takes for padding."""
+        """Padded rows and the model's own output for them. `padding`: the token that the model's code treats as
+        padding."""
         rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
         if padding is not None:
             rows.inputs["input_ids"].masked_fill_(rows.inputs["attention_mask"] == 0, padding)
@@ -103,10 +103,10 @@ class PackedModel(nn.Module):
             return self.inner.base_model(**arguments, use_cache=False)
 
     def sum_over_row(self, values: Tensor) -> Tensor:
-        """Sums over the tokens of a row, from sums over those that are here."""
+        """Sum over the processes that share a row."""
         return values if self.context is None else group_reduce(values, self.context.peers.group)
 
-    # What the self-check compares: our values, and the model's own for each sequence alone.
+    # For the self-check: our values, and the model's own for each sequence alone.
 
     def check_values(self, batch: TokenBatch) -> Tensor:
         raise NotImplementedError
@@ -117,15 +117,15 @@ class PackedModel(nn.Module):
 
 @dataclass
 class PaddedRows:
-    """The same batch as right-padded rows, and where each of its tokens went."""
+    """A batch as right-padded rows, and the slot of each of its tokens."""
 
     inputs: dict[str, Tensor]
     flat_T: Tensor
-    lengths: np.ndarray  # of the sequence of every slot
+    lengths: np.ndarray  # length of the sequence, for every slot
 
     @classmethod
     def of(cls, batch: TokenBatch, *, positions: bool = False) -> "PaddedRows":
-        """`positions`: the inputs name those of each row, for a model that does not treat all rows alike."""
+        """`positions`: add position ids, for a model whose rotary frequencies depend on the sequence's length."""
         device = batch.ids_T.device
         width = max(span.whole_length for span in batch.spans)
         shape = (len(batch.spans), width)
@@ -141,14 +141,14 @@ class PaddedRows:
         rows, mask, flat = (torch.from_numpy(x).to(device) for x in (rows, mask, flat))
         inputs = {"input_ids": batch.ids_T[rows] * mask, "attention_mask": mask}
         if positions:
-            # Those of padding are within the sequence too: the largest position decides.
+            # Padding gets positions inside the sequence, since the largest position selects the frequencies.
             places = np.minimum(np.arange(width), lengths - 1)
             inputs["position_ids"] = torch.from_numpy(places).to(device)
         return cls(inputs, flat, lengths)
 
 
 def learned_positions(model: nn.Module) -> int | None:
-    """How many positions a model knows that learns a vector for each; None for the others, which compute them."""
+    """Number of learned position embeddings; None for models that compute positions."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in ("wpe", "embed_positions"):
             return model.config.max_position_embeddings
@@ -157,7 +157,7 @@ def learned_positions(model: nn.Module) -> int | None:
 
 @contextlib.contextmanager
 def scoring(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no gradients, whatever the model was doing."""
+    """Eval mode and no gradients inside the context."""
     was_training = model.training
     model.eval()
     try:
@@ -168,11 +168,11 @@ def scoring(model: nn.Module) -> Iterator[None]:
 
 
 def switch_off_dropout(model: nn.Module) -> bool:
-    """Switch a model's own dropout off; whether there was any. Its config keeps what it says.
+    """Switch off a model's own dropout; returns whether there was any. Its config is not changed.
 
-    What updates are compared with - a reference, the log-probs as they were sampled - is scored without dropout. With
-    it a policy differs from itself: DPO does not start at log 2, and PPO's ratio is not 1. Adapters bring their own
-    dropout later. Falcon's code reads its config in every pass: what that says (0 in all that are published) stays.
+    References and sampled log-probs have no dropout. With it, a policy would differ from itself: DPO would not start at
+    log 2, and PPO's ratio would not be 1. Adapters add their own dropout later. Falcon's code reads its config in every
+    pass, so its dropout (0 in all published models) stays.
     """
     found = list(_dropouts(model))
     for module, name in found:
@@ -185,8 +185,9 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def _dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Modules and the names of their probabilities above 0: dropout layers, and what attention layers and blocks pass
-    to functions."""
+    """Modules and names of their dropout probabilities above 0: dropout layers, and attributes that attention layers
+    and
+    blocks pass to functions."""
     for module in model.modules():
         is_layer = isinstance(module, nn.modules.dropout._DropoutNd)
         for name in ["p"] if is_layer else [name for name in vars(module) if "drop" in name]:
@@ -195,7 +196,7 @@ def _dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: casting buffers too would round the rotary frequencies. Tied weights stay tied."""
+    """Cast parameters, but not buffers: that would round rotary frequencies. Tied weights stay tied."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -1,4 +1,4 @@
-"""A causal LM as a policy: log-probabilities of trained tokens, entropies, and what distillation compares."""
+"""A causal LM as a policy: log-probabilities of trained tokens, entropies, and divergence from a teacher."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -16,14 +16,14 @@ from trimtab.models.packed import PackedModel
 
 @dataclass
 class PolicyOutput:
-    """What was asked for, of N trained tokens."""
+    """Requested values at the N trained tokens."""
 
     log_probs_N: Tensor | None = None
     entropy_N: Tensor | None = None
     divergence_N: Tensor | None = None  # from the teacher
-    choices_NK: Tensor | None = None  # log-probs of a few tokens among themselves
+    choices_NK: Tensor | None = None  # log-probs over a few tokens only
     hidden_ND: Tensor | None = None
-    router_logits: tuple[Tensor, ...] | None = None  # one [T, experts] a layer, of the tokens that are here
+    router_logits: tuple[Tensor, ...] | None = None  # [T, experts] per layer, for this process's tokens
 
 
 register_dataclass(PolicyOutput)  # so that FSDP2 of torch 2.11 finds the tensors in it
@@ -31,7 +31,7 @@ register_dataclass(PolicyOutput)  # so that FSDP2 of torch 2.11 finds the tensor
 
 @dataclass
 class Teacher:
-    """What distillation compares the policy with, at the same trained tokens: those whose predictors are here."""
+    """The teacher's hidden states and head for distillation, at the trained tokens of this process."""
 
     hidden_ND: Tensor
     head: nn.Module
@@ -52,7 +52,7 @@ class Policy(PackedModel):
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """With all weights, to run without gradients. Every process must enter."""
+        """Gather all weights for inference inside the context. Every process must enter."""
         with gathered(self):
             yield
 
@@ -69,9 +69,10 @@ class Policy(PackedModel):
     ) -> PolicyOutput:
         """Log-probs of the trained tokens, each predicted from the position before it.
 
-        With `choices_K`: instead, at the marked positions themselves, the log-probs of these tokens among themselves.
-        With `hidden_only`: instead, the hidden states that predict the trained tokens; where processes share a row,
-        those that are here.
+        With `choices_K`: instead the log-probs over only these tokens, at the marked positions themselves. With
+        `hidden_only`: instead the hidden states that predict the trained tokens; under context parallelism, those of
+        this
+        process.
         """
         batch = self.rotary.separate(batch)
         if self.path == "logits":

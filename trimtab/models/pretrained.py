@@ -1,7 +1,7 @@
-"""A pretrained model's files, in a folder or on the hub: check them, load them, and tell their weights apart.
+"""A pretrained model's files, in a folder or on the hub: check, load and fingerprint them.
 
-Every mistake becomes one line that names the option. Two fingerprints tell weights apart: of safetensors files (it
-begins with `files-`), or of parameters in memory where there are none. One kind is not compared with the other.
+Every mistake becomes one line that names the option. There are two kinds of fingerprints: of safetensors files (with
+the prefix `files-`), and of parameters in memory if there are no such files. They are not comparable with each other.
 """
 
 import hashlib
@@ -22,11 +22,12 @@ from trimtab.models.folder import check_looks_like_model, first_line, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILES_PREFIX = "files-"
-WINDOWS, WINDOW = 16, 4096  # pieces of each tensor in a file that are hashed, and their bytes
-SAMPLE = 65_536  # elements of each tensor in memory that are hashed: enough to tell models apart, and instant
+WINDOWS, WINDOW = 16, 4096  # hashed pieces of each tensor in a file, and their size in bytes
+SAMPLE = 65_536  # hashed elements of each tensor in memory: enough to distinguish models, and fast
 
 Found = dict[str, set]
-"""What loading found, as Hugging Face says it: missing_keys, and mismatched_keys (name, shape there, shape needed)."""
+"""Problems found by loading, in Hugging Face's format: missing_keys, and mismatched_keys (name, found and needed
+shape)."""
 
 
 def nothing_found() -> Found:
@@ -34,7 +35,7 @@ def nothing_found() -> Found:
 
 
 def from_pretrained(loader: Any, pretrain: str, *, flag: str = "--pretrain", **arguments: Any) -> Any:
-    """What one of Hugging Face's auto classes loads from a folder or the hub."""
+    """Load with one of Hugging Face's auto classes, from a folder or the hub; errors become UserError."""
     arguments["trust_remote_code"] = trust_remote_code()
     reachable = True
     try:
@@ -42,14 +43,14 @@ def from_pretrained(loader: Any, pretrain: str, *, flag: str = "--pretrain", **a
             return loader.from_pretrained(os.path.expanduser(pretrain), **arguments)
         with hub_or_cache() as reachable:
             return loader.from_pretrained(pretrain, local_files_only=not reachable, **arguments)
-    except Exception as error:  # broken files raise whatever the library that reads them likes
+    except Exception as error:  # broken files may raise anything
         raise load_error(error, pretrain, flag, reachable=reachable) from error
 
 
 def fake_model(
     pretrain: str, loader: Any, flag: str = "--pretrain", *, building: dict[str, Any] | None = None, **arguments: Any
 ) -> nn.Module:
-    """The model's modules without its weights. `building`: what its class gets beside its configuration."""
+    """The model on the meta device, without weights. `building`: further arguments of its class."""
     from transformers import AutoConfig
 
     config = from_pretrained(AutoConfig, pretrain, flag=flag, **arguments)
@@ -61,7 +62,7 @@ def fake_model(
 
 
 def load_error(error: Exception, pretrain: str, flag: str, *, reachable: bool = True) -> UserError:
-    """In one line, why a model could not be read or fetched. `reachable`: the hub is, where it was asked."""
+    """A one-line error for a model that could not be read or fetched. `reachable`: whether the hub could be reached."""
     if (why := needs_code(error)) is not None:
         return UserError(f"{flag} {pretrain}: {why}")
     if reachable:
@@ -73,7 +74,7 @@ def load_error(error: Exception, pretrain: str, flag: str, *, reachable: bool = 
 
 
 def refuse_fresh_weights(pretrain: str, found: Found, *, flag: str = "--pretrain") -> None:
-    """Refuse files that lack weights: the library would draw them at random, without a word."""
+    """Refuse files that lack weights: transformers would silently initialize them at random."""
     if wrong := sorted(found["mismatched_keys"]):
         name, stored, expected = wrong[0]
         raise UserError(
@@ -88,7 +89,7 @@ def refuse_fresh_weights(pretrain: str, found: Found, *, flag: str = "--pretrain
 
 
 def quiet_transformers() -> None:
-    """Silence its progress bars and warnings: what matters to our users we say ourselves."""
+    """Silence progress bars and warnings of transformers; we report what matters to users ourselves."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -96,7 +97,7 @@ def quiet_transformers() -> None:
 
 
 def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
-    """Catch the common mistakes with a local folder before a library explains them at length."""
+    """Check a local model folder for common mistakes, so that they become one-line errors."""
     if not check_looks_like_model(pretrain, flag):
         return
     folder = Path(pretrain).expanduser()
@@ -104,14 +105,14 @@ def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
     for path in _local_files(folder, flag):
         try:
             with safe_open(path, framework="pt"):
-                pass  # reads the header, which tells whether the file is whole
+                pass  # reading the header detects truncated files
         except (OSError, SafetensorError) as error:
             reason = "no such file" if isinstance(error, FileNotFoundError) else first_line(error)
             raise UserError(f"{flag} {path}: damaged or missing weights ({reason}); copy the file again") from error
 
 
 class WeightFiles:
-    """The safetensors files of a model: their tensors' names and shapes, and any part of a tensor."""
+    """The safetensors files of a model: names and shapes of tensors, and reads of any part of a tensor."""
 
     def __init__(self, paths: list[Path]):
         self.paths = paths
@@ -126,7 +127,7 @@ class WeightFiles:
 
     @classmethod
     def find(cls, pretrain: str, flag: str) -> "WeightFiles | None":
-        """Of a folder or a hub name; None where the weights are in other files."""
+        """The files of a folder or a hub name; None if the weights are in other formats."""
         folder = Path(pretrain).expanduser()
         paths = _local_files(folder, flag) if folder.is_dir() else _fetched_files(pretrain, flag)
         return cls(paths) if paths else None
@@ -141,7 +142,7 @@ class WeightFiles:
         return tuple(self._entries[name][2]["shape"])
 
     def read(self, name: str, box: tuple[slice, ...] = ()) -> Tensor:
-        """A tensor, or a part of it: only that is read."""
+        """Read a tensor, or only the part `box` of it."""
         path = self._entries[name][0]
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
@@ -160,7 +161,8 @@ class WeightFiles:
         )
 
     def fingerprint(self) -> str:
-        """Hash of names, types, shapes and a few bytes of every tensor, however they are divided into files."""
+        """Hash of names, dtypes, shapes and some bytes of every tensor, independent of how they are divided into
+        files."""
         digest = hashlib.blake2b(digest_size=16)
         descriptors = {path: os.open(path, os.O_RDONLY) for path in self.paths}
         try:
@@ -177,7 +179,7 @@ class WeightFiles:
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """Hash of names, shapes and an even sample of the values, of parameters in memory."""
+    """Hash of names, shapes and evenly sampled values of parameters in memory."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()
@@ -189,7 +191,7 @@ def weights_fingerprint(model: nn.Module) -> str:
 
 
 def _local_files(folder: Path, flag: str) -> list[Path]:
-    """The safetensors files of a folder; none where the weights are in other files."""
+    """The safetensors files of a folder; empty if the weights are in other formats."""
     index, single = folder / INDEX, folder / SINGLE
     if single.exists() or not index.exists():
         return [single] if single.exists() else []
@@ -212,5 +214,5 @@ def _fetched_files(name: str, flag: str) -> list[Path]:
             with suppress(EntryNotFoundError):
                 names = set(json.loads(fetch(INDEX).read_text())["weight_map"].values())
             return [fetch(file) for file in sorted(names)]
-        except Exception as error:  # a name that is not there, a closed model, a broken connection, an index cut off
+        except Exception as error:  # an unknown name, a gated model, a broken connection, a truncated index
             raise load_error(error, name, flag, reachable=reachable) from error

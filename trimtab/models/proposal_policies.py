@@ -1,15 +1,15 @@
 """Proposal policies q for sampling rare answers, on the weights of the trained policy p.
 
-SharedBasePolicy: a second policy on p's own weights; only its adapters are its own. In one process its parameters are
-p's memory under another name. Where p is sharded they hold nothing, and are lent the gathered weights while it works.
+SharedBasePolicy: a second policy on p's weights with its own adapters. In one process its parameters share p's memory.
+If p is sharded they are empty, and refer to the gathered weights while it is used.
 
-TwistedPolicy: q is p psi, normalised over the vocabulary, where a head on hidden states has learnt psi:
+TwistedPolicy: q = p psi, normalized over the vocabulary, where psi is a head on hidden states:
 
     modulation_linear_head    log psi = W h + b
     modulation_nn_head        three layers with ReLU between them
     modulation_model          W h + b of the hidden states of a second model
 
-The last layer begins at zero, so that q begins as p. The second model's layers run behind the policy's, so that an
+The last layer is initialized with zeros, so that q starts as p. The second model's layers run after the policy's, so an
 engine sees one model with twice the layers.
 """
 
@@ -33,26 +33,29 @@ from trimtab.models.policy import Policy, PolicyOutput
 from trimtab.models.selfcheck import use_attention
 
 Loan = tuple[nn.Parameter, nn.Module, str]
-"""A parameter without memory, and the owner's module and name whose weights it is lent."""
+"""An empty parameter, and the owner's module and parameter name whose weights it uses."""
 
 
 class SharedBasePolicy(Policy):
+    """A policy on another policy's weights, with its own adapters."""
+
     def __init__(self, owner: Policy, options: RLOptions, device: Device, *, split: bool):
-        """On the owner's frozen or current weights without its adapters. `options`: of the new adapters; `split`: the
-        owner is sharded over processes."""
+        """`owner`: the policy whose weights, without its adapters, are used; `options`: of the new adapters; `split`:
+        the
+        owner is sharded."""
         model, loans = _hollow(owner, options) if split else (_copy(owner), [])
         super().__init__(add_adapters(model, options), owner.path)
         if split:
             prepare_training(self, options, device)
         self._loans = loans
         self._give_back()
-        # Not a part of this module: its weights are the policy's to train and to save.
+        # In a list, so that it is not registered as a submodule: the owner trains and saves its weights.
         self._owner = [owner]
         self.train()
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """With the owner's weights. Every process must enter."""
+        """Use the owner's gathered weights inside the context. Every process must enter."""
         if not self._loans:
             yield
             return
@@ -70,14 +73,14 @@ class SharedBasePolicy(Policy):
 
 
 def _copy(owner: Policy) -> nn.Module:
-    """The owner's modules without its adapters, on its own memory."""
+    """A copy of the owner's modules without adapters, sharing its memory."""
     memo = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in owner.model.parameters()}
     model = copy.deepcopy(owner.model, memo | {id(buffer): buffer for buffer in owner.model.buffers()})
     return model.unload() if hasattr(model, "peft_config") else model
 
 
 def _hollow(owner: Policy, options: RLOptions) -> tuple[nn.Module, list[Loan]]:
-    """The same modules with parameters that take no memory, and what they are to be lent."""
+    """A copy of the owner's modules with empty parameters, and the weights each of them uses."""
     with torch.device("meta"):
         model = type(owner.inner)._from_config(copy.deepcopy(owner.config), dtype=torch.float32)
     use_attention(model, owner.config._attn_implementation)
@@ -92,7 +95,7 @@ def _hollow(owner: Policy, options: RLOptions) -> tuple[nn.Module, list[Loan]]:
             for leaf, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                # The owner's parameters say what is tied: files may hold two where the configuration ties.
+                # Tied as in the owner: files may have separate tensors although the configuration ties them.
                 lent = id(getattr(theirs, leaf))
                 if lent not in made:
                     hollow = torch.zeros((), device=owner.device).expand(parameter.shape)
@@ -103,7 +106,7 @@ def _hollow(owner: Policy, options: RLOptions) -> tuple[nn.Module, list[Loan]]:
 
 
 class Twist(nn.Module):
-    """log psi from hidden states."""
+    """A head that computes log psi from hidden states."""
 
     def __init__(self, width: int, vocabulary: int, *, layers: int):
         super().__init__()
@@ -117,35 +120,37 @@ class Twist(nn.Module):
         return self.last(self.body(hidden_ND.to(self.last.weight.dtype))).float()
 
     def of(self, hidden_ND: Tensor, tokens_N: Tensor) -> Tensor:
-        """[N], without the others."""
+        """log psi of the given tokens [N], without computing the whole vocabulary."""
         body_ND = self.body(hidden_ND.to(self.last.weight.dtype)).float()
         return (body_ND * self.last.weight[tokens_N]).sum(-1) + self.last.bias[tokens_N]
 
 
 class TwistedHead(nn.Module):
-    def __init__(self, policy: Policy, twist: Twist, *, beside: bool):
-        """`beside`: the hidden states are the policy's and, beside them, those of the second model."""
+    """The output head of q: the policy's logits plus log psi."""
+
+    def __init__(self, policy: Policy, twist: Twist, *, paired: bool):
+        """`paired`: hidden states are those of the policy concatenated with those of the second model."""
         super().__init__()
-        self.policy, self.twist, self.beside = policy, twist, beside
+        self.policy, self.twist, self.paired = policy, twist, paired
         self.out_features = policy.head.out_features
 
     def forward(self, hidden_ND: Tensor) -> Tensor:
         """Logits of q."""
-        own_ND, twisting_ND = hidden_ND.chunk(2, -1) if self.beside else (hidden_ND, hidden_ND)
+        own_ND, twisting_ND = hidden_ND.chunk(2, -1) if self.paired else (hidden_ND, hidden_ND)
         return shaped_logits(self.policy.head(own_ND), self.policy.logit_shape, 1.0) + self.twist(twisting_ND)
 
 
 class TwistedPolicy(nn.Module):
-    """The interface of a policy that engines and trainers use, with another head."""
+    """A policy for engines and trainers with a twisted head."""
 
     path = "packed"
-    logit_shape = PLAIN  # the head has shaped the policy's own logits
+    logit_shape = PLAIN  # the head has already scaled the policy's logits
     at_work = Policy.at_work
 
     def __init__(self, policy: Policy, twist: Twist, psi: "TwistModel | None" = None):
         super().__init__()
         self.policy, self.twist, self.psi = policy, twist, psi
-        self.head = TwistedHead(policy, twist, beside=psi is not None)
+        self.head = TwistedHead(policy, twist, paired=psi is not None)
         self._inner = [policy.inner if psi is None else PairedModel(policy.inner, psi.inner)]
 
     @property
@@ -174,14 +179,14 @@ class TwistedPolicy(nn.Module):
         return PolicyOutput(log_probs_N)
 
     def log_twists(self, batch: TokenBatch) -> Tensor:
-        """log psi of the trained tokens; its gradient is the head's alone."""
+        """log psi of the trained tokens; only the head gets a gradient."""
         with scoring(self.policy):
             hidden_ND = self.policy(batch, hidden_only=True).hidden_ND
         return self.twist.of(hidden_ND, batch.targets_N)
 
 
 class TwistModel(PackedModel):
-    """The second model, from whose hidden states psi is read."""
+    """The second model, whose hidden states give psi."""
 
     def __init__(self, policy: Policy):
         super().__init__(policy.model, policy.path)
@@ -196,7 +201,7 @@ class TwistModel(PackedModel):
 
 
 class PairedModel(nn.Module):
-    """Two models of one kind as one: hidden states beside each other, the second's layers run after the first's."""
+    """Two models of one kind as one: hidden states are concatenated, and the second model runs after the first."""
 
     def __init__(self, first: nn.Module, second: nn.Module):
         super().__init__()
@@ -217,6 +222,6 @@ class PairedModel(nn.Module):
 
 
 def twist_of(policy: Policy, *, layers: int) -> Twist:
-    """A twist for the policy's hidden states and vocabulary; in main memory while the policy has no weights."""
+    """A twist for the policy's hidden size and vocabulary; in main memory if the policy is on the meta device."""
     twist = Twist(policy.config.get_text_config().hidden_size, policy.head.out_features, layers=layers)
     return twist if policy.device.type == "meta" else twist.to(policy.device)

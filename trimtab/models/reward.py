@@ -1,8 +1,8 @@
-"""Sequence classifiers with one output: reward models score a sequence at its last token, critics value every token.
+"""Sequence classifiers with one output: reward models score a sequence at its last token, critics every token.
 
-transformers has no classifier for about half of its causal LMs. Those get a class made here: the causal LM's own
-backbone, its weights under the same names, and a linear head called `score`. A folder of such a model says
-`"score_head": "trimtab"` in config.json; it holds no code, and transformers' AutoModel reads the backbone of it.
+transformers has no classifier for about half of its causal LMs. For those a class is created here: the causal LM's
+backbone with its weight names, and a linear head called `score`. The config.json of such a model has `"score_head":
+"trimtab"`; the folder has no code, and transformers' AutoModel can load the backbone from it.
 """
 
 import copy
@@ -32,13 +32,13 @@ from trimtab.files import replacing
 from trimtab.models.packed import PackedModel
 from trimtab.models.parallel.context_parallel import Routers
 
-REWARDS = "rewards.json"  # beside the model: every reward of the evaluation pairs, their mean and spread
-HEAD = "score"  # the name Hugging Face's decoder classifiers give their head
-OURS = "trimtab"  # `score_head` in the config.json of a model whose class is made here
+REWARDS = "rewards.json"  # in the model's folder: rewards of the evaluation pairs, their mean and spread
+HEAD = "score"  # the head's name in Hugging Face's decoder classifiers
+OURS = "trimtab"  # `score_head` in the config.json of a model whose class is created here
 
 
 class AutoClassifier:
-    """AutoModelForSequenceClassification, which also knows causal LMs without a class of that kind."""
+    """AutoModelForSequenceClassification that also supports causal LMs without such a class."""
 
     @staticmethod
     def from_pretrained(pretrain: str, *, num_labels: int = 1, **arguments: Any) -> Any:
@@ -58,11 +58,11 @@ class AutoClassifier:
         return kind._from_config(config, **arguments)
 
 
-Family: Any = object  # the family's PreTrainedModel, which a class gets when it is made
+Family: Any = object  # stands for the family's PreTrainedModel, which `_make_class` adds
 
 
 class ScoredDecoder(Family):
-    """A causal LM's backbone with a score head. `_make_class` puts it in front of the family's PreTrainedModel."""
+    """A causal LM's backbone with a score head. `_make_class` combines it with the family's PreTrainedModel."""
 
     backbone_class: Any
 
@@ -74,7 +74,7 @@ class ScoredDecoder(Family):
         self.post_init()
 
     def forward(self, input_ids: Tensor, **arguments: Any) -> Any:
-        """`logits` at the last token of each row that is not padding, where transformers' own classifiers have them."""
+        """`logits` at the last non-padding token of each row, like transformers' own classifiers."""
         states_STD = self.base_model(input_ids=input_ids, **arguments).last_hidden_state
         padding = self.config.get_text_config().pad_token_id
         filled_ST = torch.ones_like(input_ids) if padding is None else (input_ids != padding).long()
@@ -84,21 +84,22 @@ class ScoredDecoder(Family):
 
 
 def _needs_head(config: Any) -> bool:
-    """Whether this is a causal LM of transformers that it has no sequence classifier for."""
+    """Whether this is a causal LM of transformers without a sequence classifier."""
     brings_code = "AutoModelForSequenceClassification" in getattr(config, "auto_map", {})
     known = brings_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     return not known and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _scored_decoder(config: Any) -> tuple[Any, Any]:
-    """The class for a model of this configuration, and the configuration that it takes: the text part of one that also
-    reads pictures, where the causal LM takes that."""
+    """The class for a model of this configuration, and the configuration for it: of a multimodal one the text part, if
+    the
+    causal LM takes that."""
     with torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(config)
     parts = [(name, part) for name, part in causal.named_children() if isinstance(part, PreTrainedModel)]
     if type(causal.config) is not type(config):
         config = config.get_text_config()
-    if len(parts) != 1 or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # the latter could not be loaded again
+    if len(parts) != 1 or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # such a model could not be loaded again
         raise ValueError(f"a score head cannot be put on {type(causal).__name__}; use another model")
     kinds: list[Any] = [type(causal), type(parts[0][1])]
     return _make_class(*kinds, parts[0][0]), config
@@ -106,11 +107,11 @@ def _scored_decoder(config: Any) -> tuple[Any, Any]:
 
 @functools.cache
 def _make_class(causal: Any, backbone: Any, prefix: str) -> Any:
-    """Named as transformers would name it, with the causal LM's names of weights."""
+    """A classifier class with the name transformers would give it, and the causal LM's weight names."""
     family = next(kind for kind in causal.__mro__ if issubclass(backbone, kind))
     name = f"{causal.__name__.removesuffix('ForCausalLM')}ForSequenceClassification"
     content = {"base_model_prefix": prefix, "backbone_class": backbone}
-    # Transformers looks into the file of a class for what can be set of its attention and its experts.
+    # transformers inspects the source file of a class to decide which attention implementations it supports.
     return type(name, (ScoredDecoder, family), content | {"__module__": causal.__module__})
 
 
@@ -124,10 +125,12 @@ register_dataclass(RewardOutput)  # as PolicyOutput
 
 
 class RewardModel(PackedModel):
+    """Scores each sequence at its last token."""
+
     def forward(self, batch: TokenBatch, *, router: bool = False) -> RewardOutput:
         batch = self.rotary.separate(batch)
         if self.path == "logits":
-            # The model itself looks for the last token that is not padding.
+            # The model finds the last non-padding token itself.
             _, logits = self.own_logits(batch, self.config.get_text_config().pad_token_id)
             return RewardOutput(logits[:, 0].float())
         read = self.read(batch, batch.last_S, router=router)
@@ -142,13 +145,13 @@ class RewardModel(PackedModel):
 
 
 class Critic(PackedModel):
-    """A classifier read at every position. `mean` and `deviation` are those its rewards are normalised with."""
+    """A classifier used at every position. `mean`, `deviation`: normalization of the reward model it started from."""
 
     mean = 0.0
     deviation = 1.0
 
     def forward(self, batch: TokenBatch, *, after: bool = False) -> Tensor:
-        """Values [N], fp32, of the states in which the trained tokens were chosen; or of those right `after` them."""
+        """fp32 values [N] of the states before the trained tokens, or `after` them."""
         batch = self.rotary.separate(batch)
         read = self.read(batch, batch.trained_N if after else batch.predictors_N)
         values_N = read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float())
@@ -166,15 +169,15 @@ class Critic(PackedModel):
 
 
 def initialise_head(model: nn.Module) -> None:
-    """A fresh head starts small, so that all rewards start near zero."""
+    """Initialize a new head with small weights, so that all rewards start near zero."""
     _draw(getattr(model, HEAD), model)
 
 
 def drawn_head(model: nn.Module) -> Tensor:
-    """A fresh head's weight for a model without weights: as one that is loaded whole draws it from the same stream."""
+    """The weight of a new head for a model without weights: the same values that loading it whole would draw."""
     head = copy.deepcopy(getattr(model, HEAD)).to_empty(device="cpu")
     with torch.no_grad():
-        model._init_weights(head)  # loading draws what it finds missing, before we do
+        model._init_weights(head)  # loading initializes missing weights first
         _draw(head, model)
     return head.weight.detach()
 
@@ -184,10 +187,10 @@ def _draw(head: nn.Module, model: nn.Module) -> None:
 
 
 def separate_padding(model: nn.Module, tokenizer) -> None:
-    """A padding token that is not the end token.
+    """Choose a padding token that is not the end token.
 
-    Hugging Face reads a classifier's score at the last token that is not padding. Answers end with the end token, so
-    if padding were the same token the saved model would score a different position than we train.
+    Hugging Face's classifiers score the last non-padding token. Answers end with the end token, so with the same token
+    as padding the saved model would score another position than the trained one.
     """
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         named = [tokenizer.unk_token, tokenizer.bos_token, *tokenizer.all_special_tokens]
@@ -202,7 +205,7 @@ def separate_padding(model: nn.Module, tokenizer) -> None:
 
 
 def rename_head(folder: Path, old: str, new: str) -> None:
-    """Give the head of a saved model another name, in every weights file that has it and in their index."""
+    """Rename the head of a saved model in its weight files and in their index."""
     if old == new:
         return
     for path in folder.glob("*.safetensors.index.json"):
@@ -213,8 +216,8 @@ def rename_head(folder: Path, old: str, new: str) -> None:
         tensors = load_file(path)
         after = {renamed(name, old, new): tensor for name, tensor in tensors.items()}
         if after.keys() != tensors.keys():
-            with replacing(path) as beside:
-                save_file(after, beside, metadata={"format": "pt"})
+            with replacing(path) as temporary:
+                save_file(after, temporary, metadata={"format": "pt"})
 
 
 def renamed(name: str, old: str, new: str) -> str:

@@ -1,11 +1,11 @@
-"""Rotary embeddings whose frequencies depend on the length of the sequence: `longrope` and `dynamic`.
+"""Rotary embeddings whose frequencies depend on the sequence length: `longrope` and `dynamic`.
 
-transformers chooses the frequencies of a whole forward pass by its largest position. A row holds sequences of many
-lengths, so here each gets those of its own length, as if it were alone: tokens are grouped by the frequencies that
-their sequences need, and the module is called once for each group.
+transformers selects the frequencies of a whole forward pass by its largest position. A packed row has sequences of many
+lengths, so here each gets the frequencies of its own length, as if it were alone: tokens are grouped by frequencies,
+and the module is called once for each group.
 
-    longrope  up to `original_max_position_embeddings` tokens one set of frequencies, beyond it another
-    dynamic   beyond `max_position_embeddings` tokens every length has its own frequencies
+    longrope  one set of frequencies up to `original_max_position_embeddings` tokens, another above
+    dynamic   above `max_position_embeddings` tokens, every length has its own frequencies
 """
 
 from collections.abc import Iterator
@@ -24,14 +24,14 @@ ORIGINAL = "original_max_position_embeddings"
 
 @dataclass
 class SequenceLengths:
-    """The rotary modules of one model, and in a forward pass how long the sequence of every token is."""
+    """The sequence length of every token in the current forward pass, for a model's rotary modules."""
 
-    shortest: int | None = None  # of the limits beyond which frequencies change; None: they never do
-    lengths: np.ndarray | None = None  # shaped as the positions of the pass
+    shortest: int | None = None  # smallest length above which frequencies change; None: they never change
+    lengths: np.ndarray | None = None  # in the shape of the position ids
 
     @classmethod
     def install(cls, model: nn.Module) -> "SequenceLengths":
-        """Have the model's rotary modules work sequence by sequence in passes that say their lengths."""
+        """Replace the forward of the model's rotary modules if their frequencies depend on the length."""
         found, limits = cls(), set()
         for module in model.modules():
             if own := rotary_limits(module):
@@ -42,7 +42,7 @@ class SequenceLengths:
 
     @contextmanager
     def of(self, lengths: np.ndarray | None) -> Iterator[None]:
-        """Inside, this is how long the sequences of all tokens are."""
+        """Set the sequence lengths of all tokens inside the context."""
         self.lengths = lengths
         try:
             yield
@@ -50,18 +50,19 @@ class SequenceLengths:
             self.lengths = None
 
     def separate(self, batch: TokenBatch) -> TokenBatch:
-        """The batch as this model may run it: without borrowed prompts where sequences pass a limit, since a prompt
-        has the frequencies of one sequence's length only."""
+        """The batch for this model: without shared prompts if a sequence exceeds a limit, since a shared prompt can
+        have the
+        frequencies of one length only."""
         if self.shortest is None or not any(s.prefix_length for s in batch.spans):
             return batch
         return batch.separate() if max(s.whole_length for s in batch.spans) > self.shortest else batch
 
 
 class RotaryBySequence:
-    """The forward pass of a rotary module, with the frequencies of each token's own sequence."""
+    """The forward of a rotary module with the frequencies of each token's own sequence."""
 
     def __init__(self, module: nn.Module, current: SequenceLengths):
-        self._module, self._current = [module], current  # in a list: not a part of it
+        self._module, self._current = [module], current  # in a list, so that it is not registered as a submodule
 
     def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         module, lengths = self._module[0], self._current.lengths
@@ -74,15 +75,15 @@ class RotaryBySequence:
         if limit is None or lengths is None or lengths.size != position_ids.numel():
             return plain(position_ids)
         kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
-        # Sequences of one key have the same frequencies.
+        # Sequences with the same key have the same frequencies.
         keys = np.maximum(lengths, limit) if "dynamic" in kind else np.where(lengths > limit, limit + 1, limit)
         keys, shape = keys.reshape(-1), position_ids.shape
         groups = []
         for key in np.unique(keys):
             if "dynamic" in kind:
-                plain(position_ids.new_zeros(1, 1))  # forgets the longest sequence so far
+                plain(position_ids.new_zeros(1, 1))  # resets the longest length seen
             tokens = torch.from_numpy(np.flatnonzero(keys == key)).to(position_ids.device)
-            # The last position decides, and is none of the tokens'.
+            # An extra last position selects the frequencies; its result is dropped.
             last = position_ids.new_full((1,), int(key) - 1)
             found = plain(torch.cat([position_ids.reshape(-1)[tokens], last])[None])
             groups.append((tokens, found))
@@ -98,7 +99,7 @@ class RotaryBySequence:
 
 
 def rotary_limits(module: nn.Module) -> dict[str | None, int]:
-    """The lengths beyond which a rotary module has other frequencies, by the kind of layer (None: all)."""
+    """The lengths above which a rotary module uses other frequencies, by layer type (None: all layers)."""
     kinds = getattr(module, "rope_type", None)
     if kinds is None or not hasattr(module, "config"):
         return {}
@@ -113,15 +114,15 @@ def rotary_limits(module: nn.Module) -> dict[str | None, int]:
 
 
 def token_lengths(spans: list[Span]) -> np.ndarray:
-    """Of every token of a row, the length of its sequence."""
+    """The length of each token's sequence in a row."""
     return np.repeat([span.whole_length for span in spans], [span.length for span in spans])
 
 
 def generated_context(config: Any) -> int | None:
     """The longest sequence, prompt included, that a model may generate; None: any.
 
-    For a `longrope` model that is its limit: keys that were cached before it have other frequencies than training gives
-    to a sequence that passes it."""
+    For a `longrope` model that is its limit: keys cached before the limit have other frequencies than training uses for
+    a sequence that exceeds it."""
     text = config.get_text_config()
     context = getattr(text, "max_position_embeddings", None)
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -131,7 +132,7 @@ def generated_context(config: Any) -> int | None:
 
 
 def context_in_words(config: Any) -> str:
-    """The same, for a message that refuses a longer sequence."""
+    """The context length as text, for a message that refuses a longer sequence."""
     context, whole = generated_context(config), getattr(config.get_text_config(), "max_position_embeddings", None)
     if context == whole:
         return f"a context of {context}"

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face folder that every other tool loads, with LoRA its adapter; and merge an adapter."""
+"""Saving a model or a LoRA adapter as a Hugging Face folder, and merging an adapter into its base model."""
 
 import json
 from collections.abc import Callable
@@ -30,13 +30,14 @@ from trimtab.models.parallel.sharded_checkpoint import ShardedWriter, write_desc
 from trimtab.models.pretrained import check_model_folder, first_line, from_pretrained, quiet_transformers
 from trimtab.models.reward import HEAD, REWARDS, AutoClassifier, rename_head
 
-MAIN = ("config.json", "adapter_config.json")  # what makes a folder look like a model
+MAIN = ("config.json", "adapter_config.json")  # files that make a folder a model
 WEIGHTS = ("adapter_*", "model*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
 
 
 def save_model(model: PackedModel, tokenizer, folder: Path, *, mesh: Mesh | None = None, bf16: bool = False) -> None:
-    """Write a model's weights, or its adapters, with its tokenizer. Where the model is sharded every process takes
-    part, and the first one writes what is not weights. A model that is not sharded may be without a tokenizer."""
+    """Save a model's weights or adapters, and its tokenizer. All processes of a sharded model must call it; rank 0
+    writes
+    everything but weights. Only an unsharded model may be saved without a tokenizer."""
     mesh = mesh or Mesh()
     head = getattr(model.config, "value_head_prefix", HEAD)
     write: Any = model.model.save_pretrained
@@ -47,7 +48,7 @@ def save_model(model: PackedModel, tokenizer, folder: Path, *, mesh: Mesh | None
         write = partial(write, state_dict=_whole_adapters(model, mesh, bf16))
     if mesh.is_rank_zero:
         others = [] if tokenizer is None else [tokenizer.save_pretrained]
-        write_folder(folder, write, *others, lambda beside: rename_head(beside, HEAD, head))
+        write_folder(folder, write, *others, lambda temporary: rename_head(temporary, HEAD, head))
 
 
 def _save_sharded(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16: bool, head: str) -> None:
@@ -55,23 +56,23 @@ def _save_sharded(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16:
     if not mesh.is_rank_zero:
         weights.write(None)
         return
-    announced = []  # to the other processes
+    announced = []  # the folder as sent to the other processes
 
-    def write(beside: Path) -> None:
-        beside.mkdir()
-        announced.append(beside)
-        weights.write(beside)
-        write_description(model.inner, beside, torch.bfloat16 if bf16 else torch.float32)
+    def write(temporary: Path) -> None:
+        temporary.mkdir()
+        announced.append(temporary)
+        weights.write(temporary)
+        write_description(model.inner, temporary, torch.bfloat16 if bf16 else torch.float32)
 
     try:
         write_folder(folder, write, tokenizer.save_pretrained)
     finally:
         if not announced:
-            weights.write(None)  # the others wait for a place
+            weights.write(None)  # the other processes wait for the folder
 
 
 def _whole_adapters(model: PackedModel, mesh: Mesh, bf16: bool) -> dict[str, Tensor]:
-    """Gathered for the first process. Beside adapters, PEFT stores embeddings and heads that have some."""
+    """The adapters gathered on rank 0. PEFT also saves embeddings and heads that have adapters."""
     reshard_model(model)
     targets = model.model.peft_config["default"].target_modules
     stored = ["lora_", "modules_to_save", *(name for name in ("embed_tokens", "lm_head") if name in targets)]
@@ -85,18 +86,18 @@ def _whole_adapters(model: PackedModel, mesh: Mesh, bf16: bool) -> dict[str, Ten
 
 
 def write_folder(folder: Path, *writers: Callable[[Path], object]) -> None:
-    """A model's files appear together: written beside, then moved in, config.json last. Until then the folder is marked
-    as unfinished; a run that marked it before takes the mark away itself."""
+    """Write a model's files to a temporary folder, then move them in, config.json last. Meanwhile the folder is marked
+    unfinished; a run that has marked it before removes the mark itself."""
     folder.mkdir(parents=True, exist_ok=True)
-    with unfinished(folder) as beside:
+    with unfinished(folder) as temporary:
         for write in writers:
-            write(beside)
-        flush(beside)
-        written = sorted(beside.iterdir(), key=lambda p: (p.name in MAIN, p.name))
+            write(temporary)
+        flush(temporary)
+        written = sorted(temporary.iterdir(), key=lambda p: (p.name in MAIN, p.name))
         marked = is_unfinished(folder)
         if not marked:
             mark_unfinished(folder)
-        # Another run's adapter or shards beside these weights would be loaded with them.
+        # Another run's adapter or shards in the folder would be loaded with these weights.
         for old in {old for pattern in WEIGHTS for old in folder.glob(pattern)}:
             if old.name not in {path.name for path in written}:
                 old.unlink()
@@ -111,7 +112,7 @@ def write_folder(folder: Path, *writers: Callable[[Path], object]) -> None:
 def merge_adapter(
     model_path: str, lora_path: str, output_path: str, *, is_rm: bool = False, bf16: bool = False
 ) -> None:
-    """The sum is taken in fp32; `bf16` is how it is written."""
+    """Merge an adapter into its base model, in fp32; `bf16`: dtype of the saved model."""
     from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -156,7 +157,7 @@ def merge_adapter(
 
 
 def _check_kind(path: Path, is_rm: bool) -> None:
-    """A reward model's adapter on a language model, or the reverse, would leave an untrained head."""
+    """Refuse a reward model's adapter for a language model and the reverse: the head would be untrained."""
     try:
         kind = json.loads(path.read_text(encoding="utf-8")).get("task_type")
     except (OSError, ValueError, AttributeError) as error:

@@ -1,16 +1,16 @@
 """The self-check: choose packed or padded forward passes by comparing two short samples with plain transformers.
 
-The packed path is taken only if attention was called once a layer, with no argument we would drop, and the log-probs
-equal those of Hugging Face's own forward pass on each sample alone. Otherwise the padded path, if its log-probs are
-right; otherwise the model's own logits.
+The packed path is chosen only if attention is called once per layer, without unsupported arguments, and if the
+log-probs equal those of Hugging Face's forward pass on each sample alone. Otherwise the padded path is chosen if its
+log-probs are right, and otherwise the model's own logits.
 
-The samples are short, so that the check costs next to nothing. Limits that a configuration names (windows, chunks,
-lengths beyond which rotary frequencies change) are made shorter still while it runs, for the reference too: so the
-check covers what a model does beyond them without samples of thousands of tokens.
+The samples are short, so the check is cheap. Limits in the configuration (windows, chunks, lengths above which rotary
+frequencies change) are reduced below the samples' lengths during the check, for the reference too. So it covers the
+model's behaviour beyond its limits without samples of thousands of tokens.
 
-Where no process holds the model's weights, a copy of its configuration, small in every way, is checked instead. Which
-path is right, and how often attention is called, depends on the code, and neither on weights nor on width. But not
-every family can be made narrow: where that fails, or leads to the last resort, layers of full width decide.
+If no process has the model's weights, a small model of the same class is checked instead. The right path and the number
+of attention calls depend on the code, not on weights or width. But not every family can be made narrow: if that fails,
+or results in the logits path, layers of full width decide.
 """
 
 import contextlib
@@ -35,9 +35,11 @@ from trimtab.models.rotary import ORIGINAL, rotary_limits
 
 @dataclass(frozen=True)
 class Verdict:
+    """The chosen path of a model."""
+
     path: Path
     reason: str  # why not a better path; empty for the packed one
-    difference: float  # largest |our log-prob - Hugging Face's| on the path taken
+    difference: float  # largest |our log-prob - Hugging Face's| on the chosen path
 
 
 LENGTHS = (9, 6)
@@ -48,10 +50,10 @@ MIXERS = re.compile("attn|attention|mixer|mamba|conv|recurrent|temporal|delta|ls
 
 
 def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
-    """Decide the path, and leave the model set up for it."""
+    """Choose the path, and set the model up for it."""
     causal = root.inner
     native = causal.config._attn_implementation
-    # Eager attention is each model's definition; SDPA silently drops Gemma-2's soft cap, for one.
+    # Eager attention defines a model; SDPA silently ignores Gemma-2's soft cap, for example.
     by_definition = "eager" if packed_allowed and causal._can_set_attn_implementation() else native
     candidates: list[tuple[Path, str]] = [("padded", native), ("padded", by_definition), ("logits", by_definition)]
     reasons = ["--attn_implementation asks for another attention (leave it out)"]
@@ -63,7 +65,7 @@ def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
         use_attention(causal, by_definition)
         probe = probe_batch(root.config, root.device, LENGTHS)
         reference = root.reference_values(probe)
-        # Rounding grows with the values; half precision is only met where there is nothing better (4-bit weights).
+        # Rounding is relative to the values. Half precision occurs only with 4-bit weights and named implementations.
         rounding = 3e-5 if next(root.parameters()).dtype == torch.float32 else 2e-2
         tolerance = rounding * max(3.0, reference.abs().max().item())
         for root.path, implementation in candidates:
@@ -78,7 +80,7 @@ def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
 
 @contextlib.contextmanager
 def lowered_limits(model: nn.Module) -> Iterator[None]:
-    """Inside, the limits that the model's configuration names are shorter than the longest sequence that is tried."""
+    """Reduce the limits in the model's configuration below the sample lengths inside the context."""
     before: list[tuple[dict, dict]] = []
 
     def lower(values: dict, limit: int, *names: str) -> None:
@@ -95,7 +97,7 @@ def lowered_limits(model: nn.Module) -> Iterator[None]:
             lower(vars(holder), SMALL_WINDOW, *(aliases.get(name, name) for name in WINDOWS))
         for module in modules:
             if limits := rotary_limits(module):
-                before.append((module._buffers, dict(module._buffers)))  # frequencies follow the length
+                before.append((module._buffers, dict(module._buffers)))  # frequencies depend on the length
                 lower(vars(module), SMALL_POSITIONS, "original_max_seq_len", "max_seq_len_cached")
                 config, dynamic = module.config, "dynamic" in str(module.rope_type)
                 lower(vars(config), SMALL_POSITIONS, ORIGINAL, *["max_position_embeddings"] * dynamic)
@@ -116,7 +118,7 @@ def use_attention(causal: nn.Module, implementation: str) -> None:
 
 
 def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: float) -> tuple[str, float]:
-    """Why this path will not do (empty: it will), and how far its log-probs are from the reference."""
+    """Why this path fails (empty: it works), and the largest difference of its log-probs from the reference."""
     callers: list[nn.Module] = []
     root.attention.callers = callers
     try:
@@ -128,8 +130,8 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
     finally:
         root.attention.callers = None
     if root.path == "packed" and len(callers) != root.config.get_text_config().num_hidden_layers:
-        return _called_otherwise(root, callers), float("inf")
-    # Weights that are not finite say nothing about the path; the loop reports them.
+        return _attention_problem(root, callers), float("inf")
+    # Non-finite weights say nothing about the path; the training loop reports them.
     gaps = (values.float() - reference)[reference.isfinite()].abs()
     difference = gaps.max().item() if gaps.numel() else 0.0
     if difference <= tolerance:
@@ -138,7 +140,7 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
 
 
 def _failed_in(error: Exception) -> str:
-    """The innermost module in whose forward pass an error was raised."""
+    """The innermost module whose forward raised the error."""
     trace, found = error.__traceback__, "the model"
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
@@ -148,8 +150,8 @@ def _failed_in(error: Exception) -> str:
     return found
 
 
-def _called_otherwise(root: PackedModel, callers: list[nn.Module]) -> str:
-    """Which layers do not attend once each by way of transformers' attention interface."""
+def _attention_problem(root: PackedModel, callers: list[nn.Module]) -> str:
+    """A message on layers that do not call transformers' attention interface exactly once."""
     layers, by = layers_of(root.inner), set(callers)
     without = [layer for layer in layers if not by & set(layer.modules())]
     if without or not callers:
@@ -160,41 +162,41 @@ def _called_otherwise(root: PackedModel, callers: list[nn.Module]) -> str:
 
 
 def _mixer(layer: nn.Module) -> str:
-    """The kind of module by which a layer mixes tokens, going by its name."""
+    """The class of the module with which a layer mixes tokens, found by name."""
     named = [type(part).__name__ for name, part in layer.named_modules() if MIXERS.search(name) and "norm" not in name]
     return named[0] if named else type(layer).__name__
 
 
 def probe_batch(config, device: torch.device, lengths: Sequence[int]) -> TokenBatch:
-    """Sequences of these lengths, whose tokens are always the same ones."""
+    """Sequences of these lengths with fixed pseudo-random tokens."""
     rng = np.random.default_rng(0)
     text = config.get_text_config()
     vocabulary, padding = text.vocab_size, getattr(text, "pad_token_id", None)
     examples = []
     for length in lengths:
         ids = rng.integers(0, vocabulary, length)
-        if padding is not None:  # classifiers look past it
+        if padding is not None:  # classifiers skip padding
             ids[ids == padding] = (padding + 1) % vocabulary
         examples.append((ids, np.ones(length, dtype=bool)))
     return TokenBatch.of(examples).to(device)
 
 
-# ---- without weights
+# ---- models without weights
 
 LAYERS, VOCABULARY = 2, 1024
-HEADS = 2  # of keys and values, and of queries for each of those
-EXPERTS = 8  # or twice those a token goes to
+HEADS = 2  # key-value heads, and query heads for each of them
+EXPERTS = 8  # or twice the experts per token
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
-INNER_STEP = 32  # kernels for experts want round widths
-AS_WIDE = ("word_embed_proj_dim",)  # where it differs from the width there are modules more
-INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")  # how names of inner widths end
+INNER_STEP = 32  # expert kernels need widths that are multiples of this
+AS_WIDE = ("word_embed_proj_dim",)  # if it differs from the hidden size, the model has extra modules
+INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")  # suffixes of the names of inner widths
 OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def choose_path_without_weights(
     module: PackedModel, *, packed_allowed: bool, dtype: torch.dtype, device: torch.device
 ) -> Verdict:
-    """Decide the path of a model without weights, and set it up. `dtype`, `device`: where it will work."""
+    """Choose the path of a model without weights, and set it up. `dtype`, `device`: for the check."""
 
     def check(config: Any) -> tuple[Verdict, str]:
         root = type(module)(_small_model(type(module.inner), config)).to(device)
@@ -204,7 +206,7 @@ def choose_path_without_weights(
     small = with_few_layers(module.config)
     try:
         verdict, attention = check(narrow(small))
-    except Exception:  # a width that this kind of model cannot have: it says so in its own way
+    except Exception:  # this family cannot have such a width; the exception depends on the family
         verdict = None
     if verdict is None or verdict.path == "logits":
         verdict, attention = check(small)
@@ -214,7 +216,7 @@ def choose_path_without_weights(
 
 
 def _small_model(kind: type[Any], config: Any) -> nn.Module:
-    """With weights so wide that a mistake shows."""
+    """A small model with weights large enough for errors to show."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         small = kind._from_config(copy.deepcopy(config), dtype=torch.float32)
@@ -225,7 +227,7 @@ def _small_model(kind: type[Any], config: Any) -> nn.Module:
 
 
 def with_few_layers(config: Any) -> Any:
-    """With few layers, every kind of layer among them, and few tokens."""
+    """The configuration with few layers, including every layer type, and a small vocabulary."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     layers, kinds = text.num_hidden_layers, getattr(text, "layer_types", None) or []
@@ -242,7 +244,7 @@ def with_few_layers(config: Any) -> Any:
 
 
 def narrow(config: Any) -> Any:
-    """With few heads, each as wide as it was, and all other widths in proportion; with few experts."""
+    """The configuration with few heads of unchanged width, other widths in proportion, and few experts."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     width, heads = text.hidden_size, text.num_attention_heads

@@ -15,7 +15,7 @@ from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.ray.placement import FLAGS, Engines, Layout, Pool
 from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions
-from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
+from trimtab.models.parallel.tensor_parallel import supports_tensor_parallel
 from trimtab.plan.hardware import ClusterHardware
 from trimtab.plan.workload import Work
 
@@ -166,7 +166,9 @@ def split_candidates(
     trained model."""
     longest = min(MOST_CONTEXT, machines.devices, max(1, work.least // SHORTEST))
     ways: dict[str, list[Any]] = {
-        "ds_tensor_parallel_size": [size for size in _powers(machines.gpus) if size == 1 or _can_be_cut(config, size)],
+        "ds_tensor_parallel_size": [
+            size for size in _powers(machines.gpus) if size == 1 or supports_tensor_parallel(config, size)
+        ],
         "ring_attn_size": _powers(longest),
         "zero_stage": [2, 3],
         "gradient_checkpointing": [False, True],
@@ -183,14 +185,6 @@ def split_candidates(
         if found["shard_size"] is not None and "shard_size" not in options.given:
             found["shard_size"] //= found["ds_tensor_parallel_size"]  # a replica then fills whole machines
         yield found
-
-
-def _can_be_cut(config: Any, parts: int) -> bool:
-    try:
-        check_tensor_parallel(config, parts, "")
-    except UserError:
-        return False
-    return True
 
 
 def _powers(most: int) -> list[int]:

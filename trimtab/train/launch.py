@@ -23,7 +23,7 @@ from trimtab.files import check_folder
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
 from trimtab.models.parallel.sharded_checkpoint import resolve_path
-from trimtab.models.parallel.tensor_parallel import check_tensor_parallel
+from trimtab.models.parallel.tensor_parallel import supports_tensor_parallel
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.plan.hardware import GIB, of_device, shared
 from trimtab.plan.micro_batches import is_wanted
@@ -130,18 +130,10 @@ def model_lines(model: PackedModel, options: TrainedModelOptions, device: Device
     verdict = resolve_path(model, options, device)
     packed = verdict.path == "packed"
     lines.append("rows: packed" if packed else f"rows: padded, not packed: {verdict.reason}")
-    sizes = [str(size) for size in range(2, 9) if packed and _supports_tensor_parallel(model, size)]
+    sizes = [str(size) for size in range(2, 9) if packed and supports_tensor_parallel(model.config, size)]
     tensor = f"--ds_tensor_parallel_size {' or '.join(sizes)}" if sizes else "no --ds_tensor_parallel_size"
     ring = "--ring_attn_size" if packed else "no --ring_attn_size"
     return [*lines, f"over several processes: {tensor}, {ring}"]
-
-
-def _supports_tensor_parallel(model: PackedModel, parts: int) -> bool:
-    try:
-        check_tensor_parallel(model.config, parts, "")
-    except UserError:
-        return False
-    return True
 
 
 def estimate_samples(report: DataReport, most: int, kept: int) -> tuple[int, bool]:

@@ -24,6 +24,7 @@ from trimtab.errors import UserError
 from trimtab.models.load import Loaded
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
+from trimtab.plan.workload import WITHOUT_REFERENCE
 from trimtab.train.task import FrozenScorer, PairTask, Task, sequence_log_probs
 from trimtab.train.update import LossTerm, Totals, counts_by_sequence, sums_by_sequence
 
@@ -75,9 +76,6 @@ def precomputed(reference: FrozenScorer, task: Task, store: Any) -> np.ndarray:
 
 
 # ---- DPO and its relatives
-
-
-WITHOUT_REFERENCE = ("orpo", "simpo")
 
 
 class DPOTask(ReferenceTask, PairTask):

@@ -1,18 +1,18 @@
-"""Context parallelism: the processes of a group work on one packed row together, each on its share of the tokens.
+"""Context parallelism: the processes of a group share one packed row, each with a part of its tokens.
 
-The row is cut into twice as many chunks as there are processes, equally long but for a token, and every process gets
-two: the costliest with the cheapest, the next with the last but one, and so on. A token costs as much as the number of
-tokens that it attends to. So all have about as many tokens and as much work, in a row of one sequence and of many.
-Every process works out the whole sharding by itself.
+The row is divided into 2 x processes chunks of equal length (up to one token), and every process gets two: the
+costliest with the cheapest, the second costliest with the second cheapest, and so on. The cost of a token is the number
+of tokens it attends to. So all processes have about the same number of tokens and the same work, for one sequence or
+many. Every process computes the whole sharding by itself.
 
-In attention a process has the queries of its own tokens and gathers the keys and values of all: a piece of a sequence
-sees the sequence up to itself. The backward pass gives the gradients of keys and values back to their owners, summed.
-So shared prompts, windows, grouped heads and soft caps are what they are in a whole row. `stride` heads of keys are
-gathered at a time, the next ones while these are worked with, and nothing gathered is kept: the backward pass gathers
-and attends once more. Saved activations shrink with the number of processes, with gradient checkpointing and without.
+In attention a process has the queries of its own tokens and gathers all keys and values: a piece of a sequence attends
+to the sequence up to itself. The backward pass sums the gradients of keys and values and returns them to their owners.
+Shared prompts, windows, grouped heads and soft caps work as in a whole row. `stride` key heads are gathered at a time,
+the next ones while these are used. Gathered tensors are not saved: the backward pass gathers and attends again. Saved
+activations shrink with the number of processes, with or without gradient checkpointing.
 
-Behind the last layer every process has the hidden states of its own tokens, and computes what it can from them:
-log-probs, scores, values. These are a few numbers for each token and are gathered, so that callers see the whole batch.
+After the last layer every process computes log-probs, scores or values from the hidden states of its own tokens. These
+are a few numbers per token, and are gathered, so that callers see the whole batch.
 """
 
 import itertools
@@ -39,14 +39,14 @@ from trimtab.models.attention import (
     varlen_applies,
 )
 
-STRIP = 256  # queries that a dense kernel takes at a time: the mask of a strip is as long as its keys
-Chunk = tuple[int, int]  # its first row, and one past its last
+STRIP = 256  # queries per call of the dense kernel, whose mask is [strip, keys]
+Chunk = tuple[int, int]  # first row, and one past the last
 Routers = tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """The processes that work on a row together, and how many heads of keys they gather at a time."""
+    """The processes that share a row, and the number of key heads gathered at a time."""
 
     peers: Peers
     stride: int
@@ -57,23 +57,23 @@ class ContextParallel:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens of one sequence that a process works on. They see the sequence up to themselves."""
+    """Consecutive tokens of one sequence in one process. They attend to the sequence up to themselves."""
 
-    first: int  # where they lie among the tokens of the process
+    first: int  # index among the process's tokens
     length: int
     span: Span
-    end: int  # one past the last of them, counted in the whole sequence with its borrowed prompt
+    end: int  # one past the last of them, in the whole sequence with its shared prompt
 
     def keys(self, window: int | None) -> int:
-        """How many tokens they attend to, themselves included."""
+        """Number of tokens they attend to, themselves included."""
         return self.end - self._begin(window)
 
     def key_rows(self, window: int | None) -> np.ndarray:
-        """Where these lie in the row."""
+        """Row indices of these tokens."""
         return self.span.rows()[self._begin(window) : self.end]
 
     def strips(self, longest: int) -> list["Piece"]:
-        """The same in pieces of at most this many tokens."""
+        """Split into pieces of at most this many tokens."""
         start = self.end - self.length
         lengths = {begin: min(longest, self.length - begin) for begin in range(0, self.length, longest)}
         return [Piece(self.first + b, length, self.span, start + b + length) for b, length in lengths.items()]
@@ -84,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class RowSharding:
-    """The chunks that every process works on, in the order of the row."""
+    """The chunks of every process, in the order of the row."""
 
     chunks: list[list[Chunk]]
 
@@ -100,21 +100,21 @@ class RowSharding:
         return cls([sorted((dearest_first[i], dearest_first[-1 - i])) for i in range(processes)])
 
     def rows(self, process: int) -> np.ndarray:
-        """The tokens of a process, as rows of the whole."""
+        """Row indices of a process's tokens."""
         return np.concatenate([np.arange(*chunk) for chunk in self.chunks[process]])
 
     @property
     def counts(self) -> list[int]:
-        """Tokens of every process."""
+        """Number of tokens of every process."""
         return [sum(end - begin for begin, end in chunks) for chunks in self.chunks]
 
     @property
     def longest(self) -> int:
-        """What all of them are padded to."""
+        """The length to which all are padded."""
         return max(self.counts)
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of every token of the row: which process has it, and where it lies among that process's tokens."""
+        """For every token of the row: its process, and its index among that process's tokens."""
         owner_T, place_T = (np.empty(sum(self.counts), dtype=np.int64) for _ in range(2))
         for process, count in enumerate(self.counts):
             owner_T[self.rows(process)] = process
@@ -138,8 +138,9 @@ class RowSharding:
 
 
 class AttentionBlocks:
-    """Pieces of similar length as one right-padded block. The keys that a query sees end with itself, so what is padded
-    after the last ones is seen by padded queries alone."""
+    """Pieces of similar length as one right-padded block. A query's keys end with itself, so only padded queries attend
+    to
+    padded keys."""
 
     def __init__(self, pieces: list[Piece], window: int | None, device: torch.device):
         self.pieces, self.window, self.device = pieces, window, device
@@ -150,7 +151,7 @@ class AttentionBlocks:
         self._first_key = int(flat[0])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> tuple[Tensor, Tensor]:
-        """[queries, heads, D] of the pieces' tokens, and where these lie among those of the process."""
+        """Attention output [queries, heads, D] of the pieces' tokens, and their indices among the process's tokens."""
         piece = self.pieces[0]
         if len(self.pieces) == 1 and not piece.span.prefix_length:
             q = query[piece.first : piece.first + piece.length][None]
@@ -175,7 +176,7 @@ class AttentionBlocks:
 
 
 def _strips(pieces: list[Piece], window: int | None, device: torch.device) -> list[AttentionBlocks]:
-    """AttentionBlocks of similar length together, so that little of a block is padding."""
+    """Blocks of strips of similar length, so that little of a block is padding."""
     strips = [strip for piece in pieces for strip in piece.strips(STRIP)]
     blocks: list[list[Piece]] = []
     for strip in sorted(strips, key=lambda strip: (-strip.length, -strip.keys(window), strip.first)):
@@ -189,7 +190,7 @@ def _strips(pieces: list[Piece], window: int | None, device: torch.device) -> li
 
 
 def _varlen(pieces: list[Piece], window: int | None, device: torch.device) -> PackedRow:
-    """The same pieces for the kernel that takes sequences of any length."""
+    """The pieces as a row for the variable-length kernel."""
     lengths, counts = [piece.length for piece in pieces], [piece.keys(window) for piece in pieces]
     rows = torch.from_numpy(np.concatenate([piece.key_rows(window) for piece in pieces]))
     query_starts, key_starts, key_rows = (x.to(device) for x in (cumulative(lengths), cumulative(counts), rows))
@@ -197,7 +198,7 @@ def _varlen(pieces: list[Piece], window: int | None, device: torch.device) -> Pa
 
 
 class ContextRow:
-    """The share of this process in a packed row, prepared once and used by every layer."""
+    """This process's part of a packed row, prepared once for all layers."""
 
     def __init__(self, spans: list[Span], context: ContextParallel, device: torch.device):
         peers = context.peers
@@ -208,11 +209,11 @@ class ContextRow:
         self.longest_sequence = max(span.whole_length for span in spans)
         rows = pad(torch.from_numpy(shares.rows(peers.rank)), (0, self.padded - self.tokens))
         owner_T, place_T = shares.places()
-        self.rows = rows.to(device)  # indices of this process's tokens in the whole row; padded with the first
+        self.rows = rows.to(device)  # row indices of this process's tokens, padded with index 0
         self.owner_T = torch.from_numpy(owner_T).to(device)
         self.place_T = torch.from_numpy(place_T).to(device)
-        self._order_T = self.owner_T * self.padded + self.place_T  # where a token lies among all that are gathered
-        self._prepared: dict[tuple[Any, int | None], Any] = {}  # windows differ between layers
+        self._order_T = self.owner_T * self.padded + self.place_T  # index of each token of the row in a gathered tensor
+        self._prepared: dict[tuple[Any, int | None], Any] = {}  # by window, which differs between layers
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
         """query [1, heads, tokens, D] in, [1, tokens, heads, D] out."""
@@ -222,7 +223,7 @@ class ContextRow:
         return _Attention.apply(q, k, v, self, layer)[None]
 
     def attend_gathered(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
-        """A few heads: own queries to the keys of all, which are in the order of the row."""
+        """Attention of own queries to gathered keys, in the order of the row, for a few heads."""
         if not self.pieces:
             return query.new_zeros(*query.shape[:2], value.shape[-1])
         if varlen_applies(query, value, layer.softcap, 0.0):
@@ -240,8 +241,9 @@ class ContextRow:
         return self._prepared[how, window]
 
     def gather(self, key: Tensor, value: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Keys and values of all tokens in the order of the row, some heads at a time. The next ones are on their way
-        while these are worked with."""
+        """Gather keys and values of all tokens in the order of the row, some heads at a time. The next heads are
+        gathered
+        while the caller uses these."""
 
         def start(heads: slice) -> Callable[[], Tensor]:
             return start_gather_shards(torch.cat([key[:, heads], value[:, heads]], -1), self.context.peers)
@@ -258,7 +260,7 @@ class ContextRow:
             yield some, keys, values
 
     def give_back(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """Of own tokens the sums of what all processes have."""
+        """Sum gradients of keys and values over all processes; returns those of this process's tokens."""
         both = torch.cat([keys, values], -1)
         parts = both.new_zeros(self.context.peers.size * self.padded, *both.shape[1:])
         own = reduce_scatter_shards(parts.index_copy_(0, self._order_T, both), self.context.peers)
@@ -272,8 +274,8 @@ class _Attention(torch.autograd.Function):
         ctx.row, ctx.layer = row, layer
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         for some, keys, values in row.gather(key, value):
-            reading = _readers(some, query, key)
-            out[:, reading] = row.attend_gathered(query[:, reading], keys, values, layer)
+            query_heads = _query_heads(some, query, key)
+            out[:, query_heads] = row.attend_gathered(query[:, query_heads], keys, values, layer)
         return out
 
     @staticmethod
@@ -281,21 +283,21 @@ class _Attention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
         for some, keys, values in ctx.row.gather(key, value):
-            reading = _readers(some, query, key)
-            inputs = [x.detach().requires_grad_() for x in (query[:, reading], keys, values)]
+            query_heads = _query_heads(some, query, key)
+            inputs = [x.detach().requires_grad_() for x in (query[:, query_heads], keys, values)]
             with torch.enable_grad():
                 out = ctx.row.attend_gathered(*inputs, ctx.layer)
             if out.requires_grad:
-                found = torch.autograd.grad(out, inputs, gradient[:, reading])
-            else:  # nothing but padding here
+                found = torch.autograd.grad(out, inputs, gradient[:, query_heads])
+            else:  # this process has only padding
                 found = tuple(map(torch.zeros_like, inputs))
-            of_query[:, reading] = found[0]
+            of_query[:, query_heads] = found[0]
             of_key[:, some], of_value[:, some] = ctx.row.give_back(*found[1:])
         return of_query, of_key, of_value, None, None
 
 
-def _readers(heads: slice, query: Tensor, key: Tensor) -> slice:
-    """The heads of queries that read these heads of keys."""
+def _query_heads(heads: slice, query: Tensor, key: Tensor) -> slice:
+    """The query heads that use these key heads."""
     groups = query.shape[1] // key.shape[1]
     return slice(heads.start * groups, heads.stop * groups)
 
@@ -305,11 +307,11 @@ def _readers(heads: slice, query: Tensor, key: Tensor) -> slice:
 
 @dataclass
 class TokenLocations:
-    """Which of some tokens of a row are here, and where all of them are among what is gathered."""
+    """Which of the requested tokens are in this process, and the index of each in a gathered tensor."""
 
     here: Tensor
     places_N: Tensor
-    most: int  # tokens that one process has
+    most: int  # largest number of requested tokens in one process
     peers: Peers
 
     @classmethod
@@ -337,12 +339,12 @@ class RowStates:
         return values_N if self.located is None else values_N.index_select(0, self.located.here)
 
     def whole(self, values: Tensor) -> Tensor:
-        """Values [N, ...] of all, from those of the hidden states."""
+        """Gather values [N, ...] of all requested tokens from those of each process's."""
         return values if self.located is None else _Whole.apply(values, self.located)
 
 
 class _Whole(torch.autograd.Function):
-    """All processes go on alike with the gathered values: each takes its own part of the gradient."""
+    """Gathers values. All processes continue equally, so each takes its own part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, located: TokenLocations) -> Tensor:

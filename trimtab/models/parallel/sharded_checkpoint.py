@@ -1,13 +1,13 @@
-"""Load and save a Hugging Face folder of a model that no process holds whole.
+"""Loading and saving a Hugging Face folder of a sharded model, which no process holds whole.
 
-Loading builds the model without weights, shards it, then reads each process's own parts. Where the files' tensors have
+Loading builds the model without weights, shards it, then reads each process's shards. If the tensors in the files have
 the parameters' names, we read them. Some families are stored in another form (Mixtral's files have a tensor for each
-expert, its modules one for all): transformers' own loader converts those, and reads only the parts of a sharded
-parameter that this process holds. That uses private names of transformers, which tests pin.
+expert, its modules one for all): transformers' loader converts those, and reads only this process's shards. That uses
+private names of transformers, which tests pin.
 
-Saving gathers tensors one after another, every process taking part; the process that a file belongs to writes it, the
-others free the tensors. Files have at most FILE_BYTES and are dealt out in turn to the processes that see the folder,
-so a small model is one file of the first process, and all processes write a large one.
+Saving gathers one tensor after another with all processes; the process that owns a file writes it, the others free the
+tensors. Files have at most FILE_BYTES and are assigned in turn to the processes that see the folder, so a small model
+is one file written by rank 0, and all processes write a large one.
 """
 
 import json
@@ -37,22 +37,22 @@ from trimtab.models.weight_export import Group, HFWeights
 
 @dataclass
 class ModelSource:
-    """A model, and where its weights come from: it has them, or they are read from files after sharding."""
+    """A model and the source of its weights: it has them already, or they are read from files after sharding."""
 
     model: nn.Module
-    weights: str = ""  # fingerprint of the files; empty: not taken yet
-    found: Found = field(default_factory=nothing_found)  # by loading, or by a look at the files
-    fresh_head: bool = False  # the files have no score head for the one that the model has
+    weights: str = ""  # fingerprint of the files; empty: not computed yet
+    found: Found = field(default_factory=nothing_found)  # missing and mismatched weights
+    fresh_head: bool = False  # the files have no weights for the model's score head
     files: WeightFiles | None = None  # None: the model has its weights
-    keys: dict[str, str] | None = None  # each tensor's name in the files; None: transformers' loader converts
-    renamed: dict[str, str] | None = None  # patterns of names in the files and what they mean
+    keys: dict[str, str] | None = None  # parameter name -> name in the files; None: transformers' loader converts
+    renamed: dict[str, str] | None = None  # patterns of names in the files -> names in the model
 
     def read(self, model: nn.Module) -> Found:
-        """Read the weights of `model`, sharded and without adapters, into the memory that it has."""
+        """Read the weights into `model`, which is sharded, allocated and without adapters."""
         assert self.files is not None
         if self.keys is None:
             return self._convert(model, self.files)
-        filled: dict[int, Tensor] = {}  # tied tensors once
+        filled: dict[int, Tensor] = {}  # so that tied tensors are read once
         with torch.no_grad():
             for name, key in self.keys.items():
                 tensor = _tensor(model, name)
@@ -73,7 +73,7 @@ class ModelSource:
             dtype=torch.float32,
             weight_mapping=get_model_conversion_mapping(model, self.renamed, None),
         )
-        with preserve_rng_state(), torch.no_grad():  # it draws what is missing
+        with preserve_rng_state(), torch.no_grad():  # it initializes missing weights randomly
             info, _ = model._load_pretrained_model(model, None, [str(path) for path in files.paths], config)
             found = model._finalize_model_loading(model, config, info)
         return {"missing_keys": found.missing_keys, "mismatched_keys": found.mismatched_keys}
@@ -82,8 +82,9 @@ class ModelSource:
 def begin_sharded_load(
     pretrain: str, loader: Any, options: LoadOptions, mesh: Mesh, flag: str, *, head: str | None = None, **more: Any
 ) -> ModelSource | None:
-    """The model without weights; None: its files cannot be read in parts. `head`: a score head's name in the files,
-    where it may be missing; `more`: for the configuration."""
+    """The model without weights; None: its files cannot be read in parts. `head`: the name of a score head, which may
+    be
+    missing in the files; `more`: for the configuration."""
     files = WeightFiles.find(pretrain, flag)
     if files is None:
         return None
@@ -98,10 +99,10 @@ def begin_sharded_load(
     keys = _stored_names(model, files)
     missing = model.state_dict().keys() - keys.keys()
     direct = not renamed and not _is_converted(model) and all(name.startswith(f"{spare}.") for name in missing)
-    # A stack of fewer experts than processes leaves some processes nothing to stack.
+    # With fewer experts than processes, some processes would have nothing to stack.
     if not direct and any(p.ndim > 2 and p.shape[0] < mesh.gradients.size for p in model.parameters()):
         return None
-    # transformers' loader does not see it in what it reads in parts.
+    # transformers' loader does not detect mismatched shapes when it reads in parts.
     shapes = {name: tuple(_tensor(model, name).shape) for name in model.state_dict() if name != f"{spare}.weight"}
     wrong = {(n, files.shape(n), shape) for n, shape in shapes.items() if n in files and files.shape(n) != shape}
     refuse_fresh_weights(pretrain, nothing_found() | {"mismatched_keys": wrong}, flag=flag)
@@ -112,8 +113,9 @@ def begin_sharded_load(
 
 
 def resolve_path(module: PackedModel, options: LoadOptions, device: Device) -> Verdict:
-    """Self-check a model without weights. In fp32 on the CPU, unless the options name an attention implementation,
-    which may know only half precision, or only the accelerator."""
+    """Self-check a model without weights: in fp32 on the CPU, unless the options name an attention implementation,
+    which
+    may support only half precision or only the accelerator."""
     if options.attn_implementation is None:
         return choose_path_without_weights(module, packed_allowed=True, dtype=torch.float32, device=torch.device("cpu"))
     dtype = torch.bfloat16 if options.bf16 else torch.float32
@@ -121,7 +123,7 @@ def resolve_path(module: PackedModel, options: LoadOptions, device: Device) -> V
 
 
 def fill_weights(module: PackedModel, source: ModelSource, device: torch.device, *, offload: bool) -> Found:
-    """Allocate and read this process's parts of a sharded model; adapters get memory only."""
+    """Allocate and read this process's shards; adapters are only allocated."""
     if source.keys is not None:
         materialise(module, device, offload=offload)
         _compute_buffers(module.inner)
@@ -133,8 +135,9 @@ def fill_weights(module: PackedModel, source: ModelSource, device: torch.device,
 
 
 def materialise(module: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Allocate this process's parts on the device; with `offload` in main memory, except buffers. What has memory
-    already is moved there."""
+    """Allocate this process's shards on the device or, with `offload`, in main memory (except buffers). Tensors that
+    are
+    allocated already are moved."""
     ties: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -146,21 +149,22 @@ def materialise(module: nn.Module, device: torch.device, *, offload: bool) -> No
         return torch.empty_like(tensor, device=where) if tensor.is_meta else tensor.to(where)
 
     module._apply(place)
-    for (first, name), *others in ties.values():  # _apply makes one parameter for each of the tied places
+    for (first, name), *others in ties.values():  # _apply creates separate parameters for tied ones
         for part, other in others:
             setattr(part, other, getattr(first, name))
 
 
 def cast_frozen(module: nn.Module) -> None:
-    """Cast to bf16 what has no gradient and so needs no fp32 master. A head that is trained in a copy is copied
-    first."""
+    """Cast frozen parameters to bf16; they need no fp32 master. A score head of which a copy is trained is left as it
+    is,
+    because it is copied later."""
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point() and ".original_module." not in name:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def set_head(module: PackedModel, weight: Tensor | None) -> None:
-    """Give the score head its weight, if it was drawn; and the copy of it that is trained beside adapters."""
+    """Set the score head's weight, if it was drawn, and update the copy that is trained next to adapters."""
     head = getattr(module.inner, HEAD)
     copies = getattr(head, "modules_to_save", None)
     original = head if copies is None else head.original_module
@@ -172,7 +176,7 @@ def set_head(module: PackedModel, weight: Tensor | None) -> None:
 
 
 def _is_converted(model: nn.Module) -> bool:
-    """Whether transformers makes other tensors of this family's stored ones."""
+    """Whether transformers converts this family's stored tensors."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
@@ -180,8 +184,7 @@ def _is_converted(model: nn.Module) -> bool:
 
 
 def _untie_different(model: nn.Module, files: WeightFiles) -> None:
-    """Where the files hold two different tensors for weights that the configuration ties, they are two, as they are to
-    Hugging Face's loader."""
+    """Untie weights for which the files have two different tensors, like Hugging Face's loader."""
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in files and source in files and not files.same(target, source):
             place, _, name = target.rpartition(".")
@@ -190,7 +193,7 @@ def _untie_different(model: nn.Module, files: WeightFiles) -> None:
 
 
 def _stored_names(model: nn.Module, files: WeightFiles) -> dict[str, str]:
-    """The name in the files of every tensor that is there in its shape, under its own name or one it is tied to."""
+    """Names in the files of all tensors with matching shapes, under their own name or that of a tied tensor."""
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -209,9 +212,9 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _compute_buffers(model: nn.Module) -> None:
-    """Compute what is in no file: rotary frequencies and the like, from the configuration."""
+    """Compute buffers that are not in the files, such as rotary frequencies, from the configuration."""
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # those are left alone
+        parameter._is_hf_initialized = True  # so that parameters are not initialized
     with preserve_rng_state(), torch.no_grad():
         for module in model.modules():
             if module._non_persistent_buffers_set:
@@ -219,7 +222,7 @@ def _compute_buffers(model: nn.Module) -> None:
 
 
 def _read_generation_config(model: nn.Module, pretrain: str) -> None:
-    """As from_pretrained does: from the model's own file, if it has one."""
+    """Read generation_config.json if the model has one, like from_pretrained."""
     from transformers import GenerationConfig
 
     if not model.can_generate():
@@ -243,10 +246,10 @@ DTYPES = {
 
 
 class SafetensorsWriter:
-    """A safetensors file that is written tensor by tensor: shapes are known beforehand, contents come one by one."""
+    """Writes a safetensors file tensor by tensor: shapes are given first, contents one by one."""
 
     def __init__(self, path: Path, tensors: dict[str, Tensor]):
-        """`tensors`: what will be written, in this order; they need no contents."""
+        """`tensors`: names, dtypes and shapes in the order of writing; they may be meta tensors."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, tensor in tensors.items():
@@ -267,17 +270,19 @@ class SafetensorsWriter:
         self._file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
     def close(self) -> None:
-        """The file is flushed to disk when this returns."""
+        """Complete the file and flush it to disk."""
         assert not self._expected, self._expected
         self._file.close()
         flush(self._path)
 
     def give_up(self) -> None:
-        with suppress(OSError):  # closing writes what is left over, which fails as before
+        with suppress(OSError):  # closing flushes the buffer, which fails again
             self._file.close()
 
 
 class ShardedWriter:
+    """Writes the weights of a sharded model, each file by one process."""
+
     def __init__(self, model: PackedModel, mesh: Mesh, *, bf16: bool, head: str):
         """`head`: the name of a score head in the files."""
         reshard_model(model)
@@ -290,13 +295,14 @@ class ShardedWriter:
             self.names = [SINGLE]
 
     def write(self, folder: Path | None) -> None:
-        """Every process must call it, and each raises what went wrong with the disk of any. `folder`: as the first
-        process says, which has made it; where that says None nothing is written."""
+        """Write the files. Every process must call it, and all raise if one process's disk fails. `folder`: only rank
+        0's
+        value counts, which has created it; None: nothing is written."""
         peers = self.mesh.all
         place = peers.gather(None if folder is None else str(folder))[0]
         if place is None:
             return
-        # Processes of another machine may not; the first one, which made it, does.
+        # Processes on other machines may not see the folder; rank 0, which created it, does.
         writers = [rank for rank, sees in enumerate(peers.gather(Path(place).is_dir())) if sees]
         problem = None
         for number, groups in enumerate(self.files):
@@ -309,7 +315,7 @@ class ShardedWriter:
             self._write_index(Path(place))
 
     def _write_file(self, path: Path | None, groups: list[Group]) -> tuple[int, str] | None:
-        """Gather everything in a file; write it if it has a path, and return what the disk says."""
+        """Gather all tensors of a file and, if `path` is given, write them; returns the disk error, if any."""
         problem: tuple[int, str] | None = None
 
         def attempt(write: Callable[..., Any], *arguments: Any) -> Any:
@@ -355,7 +361,7 @@ class ShardedWriter:
 
 
 def write_description(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
-    """Write what a folder has beside weights: the configurations, and the code of a model that brings its own."""
+    """Write the configurations, and the code of a model with custom code."""
     from transformers.dynamic_module_utils import custom_object_save
 
     model.config.dtype = str(dtype).removeprefix("torch.")

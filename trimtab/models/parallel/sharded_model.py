@@ -1,4 +1,4 @@
-"""Which parts of a model each process holds, from a job's options: FSDP, tensor and context parallelism together."""
+"""Sharding of models as a job's options say: FSDP, tensor and context parallelism together."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,14 @@ from trimtab.models.selfcheck import KEY_VALUE_HEADS
 
 TrainedModelOptions = SupervisedOptions | RLOptions
 HeldModelOptions = TrainedModelOptions | LearnerOptions
-"""Of what trains a model: a job, or a caller of Learner."""
+"""Options of everything that trains a model: a job, or Learner."""
 Pass = TypeVar("Pass")
 
 
 def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None = None, *, learns: bool = True) -> Mesh:
-    """The processes that hold a job's models, all of the world or those of these ranks; `learns`: one of them is
-    trained. Every process must ask."""
+    """The mesh of a job's models, over the whole world or these ranks; `learns`: one of the models is trained. All
+    processes
+    must call it."""
     return Mesh(world, ranks, **options.mesh_sizes(world.size if ranks is None else len(ranks), learns=learns))
 
 
@@ -56,7 +57,7 @@ def shard_trained(model: PackedModel, options: HeldModelOptions, mesh: Mesh) -> 
 
 
 def shard_frozen(model: PackedModel, mesh: Mesh, *, offload: bool) -> None:
-    copies = mesh.sizes["shard"] > 1  # where the trained one is not sharded this one is worth sharding over all
+    copies = mesh.sizes["shard"] > 1  # if the trained model is replicated, shard over all processes
     if mesh.sizes["tensor"] > 1:
         apply_tensor_parallel(model, mesh.for_tensor_parallel(copies=copies))
     shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=copies)
@@ -67,8 +68,9 @@ def is_frozen_sharded(options: ShardingOptions, mesh: Mesh, *, offload: bool) ->
 
 
 def enable_context_parallel(model: PackedModel, options: ShardingOptions, mesh: Mesh, flag: str = "--pretrain") -> None:
-    """Share the tokens of a row out where the mesh says so, also of a model that every process holds whole. `flag`:
-    what the user calls it."""
+    """Enable context parallelism if the mesh has that dimension, also for an unsharded model. `flag`: the option that
+    names
+    the model."""
     if mesh.context.size == 1:
         return
     if model.path != "packed":
@@ -80,28 +82,29 @@ def enable_context_parallel(model: PackedModel, options: ShardingOptions, mesh: 
 
 
 def decoder_layers(model: PackedModel) -> list[torch.nn.Module]:
-    """The repeated layers, by the class names that Hugging Face says must not be split."""
+    """The decoder layers, by Hugging Face's `_no_split_modules`."""
     names = set(model.inner._no_split_modules or ())
     return [module for module in model.inner.modules() if type(module).__name__ in names]
 
 
 @dataclass(frozen=True)
 class FrozenPlacement:
-    """Where the weights of a model that only scores are: on the device; in main memory between calls; or sharded over
-    processes, which then make equally many passes, because each of them gathers the weights from all."""
+    """The placement of a frozen model's weights: on the device; in main memory between calls; or sharded over
+    processes,
+    which must then run the same number of passes, because each pass gathers weights from all."""
 
     device: Device
-    mesh: Mesh | None = None  # whose processes it is sharded over; None: it is not
+    mesh: Mesh | None = None  # the processes it is sharded over; None: not sharded
     offload: bool = False
 
     def settle(self, model: PackedModel) -> None:
-        """After loading."""
+        """Move the model to its place between calls."""
         if self._moves:
             model.to("cpu")
 
     @contextlib.contextmanager
     def at_work(self, model: PackedModel) -> Iterator[None]:
-        """The model on the device, ready to score."""
+        """Move the model to the device for scoring inside the context."""
         if self._moves:
             model.to(self.device.torch)
         try:
@@ -111,7 +114,7 @@ class FrozenPlacement:
             self.settle(model)
 
     def in_step(self, passes: Sequence[Pass], idle: Pass) -> Iterator[Pass]:
-        """The passes of this process, and as many idle ones as another one has more."""
+        """The passes of this process, then idle ones up to the largest number of any process."""
         most = len(passes) if self.mesh is None else self.mesh.all.maximum(len(passes))
         yield from passes
         for _ in range(most - len(passes)):
@@ -119,13 +122,14 @@ class FrozenPlacement:
 
     @property
     def _moves(self) -> bool:
-        """A sharded model that is offloaded moves by itself."""
+        """Whether the whole model is moved for each call; FSDP moves the shards of an offloaded model itself."""
         return self.offload and self.mesh is None and self.device.is_accelerator
 
 
 def check_parallel_options(pretrain: str, options: ShardingOptions, flag: str) -> None:
-    """Refuse a model that cannot be split as the options say, from its configuration alone: before anything is loaded.
-    `flag`: what the user calls the model."""
+    """Refuse a model that cannot be split as the options say, from its configuration alone, before it is loaded.
+    `flag`: the
+    option that names the model."""
     tensor, context = options.ds_tensor_parallel_size, options.ring_attn_size
     if tensor == context == 1:
         return
@@ -140,22 +144,22 @@ def check_parallel_options(pretrain: str, options: ShardingOptions, flag: str) -
     text = config.get_text_config()
     if context > 1:
         _check_stride(text, options, model)
-    if flag not in ("--pretrain", "--critic_pretrain"):  # others drop nothing
+    if flag not in ("--pretrain", "--critic_pretrain"):  # other models run without dropout
         return
-    chosen = isinstance(options, DropoutOptions)  # jobs without the option keep a model's dropout
+    chosen = isinstance(options, DropoutOptions)  # jobs without --keep_dropout keep a model's dropout
     if isinstance(options, DropoutOptions) and not options.keep_dropout:
         return
     for name, value in vars(text).items():
         if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
-            said, mend = ("--keep_dropout: ", "leave it out") if chosen else ("", f"set {name} to 0 in its config.json")
+            flags, fix = ("--keep_dropout: ", "leave it out") if chosen else ("", f"set {name} to 0 in its config.json")
             raise UserError(
-                f"{said}{model} drops attention weights ({name} {value:g}), which processes that share rows or layers "
-                f"cannot draw together; {mend}"
+                f"{flags}{model} drops attention weights ({name} {value:g}), which processes that share rows or layers "
+                f"cannot draw together; {fix}"
             )
 
 
 def _check_stride(text: Any, options: ShardingOptions, model: str) -> None:
-    """The key heads that are gathered together must divide the key heads of each process."""
+    """Refuse a --ring_head_stride that does not divide the key heads of each process."""
     stride, parts = options.ring_head_stride, options.ds_tensor_parallel_size
     heads = text.num_attention_heads
     keys = next((found for name in KEY_VALUE_HEADS if (found := getattr(text, name, None))), heads)

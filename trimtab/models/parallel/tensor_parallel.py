@@ -1,22 +1,23 @@
-"""Tensor parallelism: each process of a group does a part of every layer's arithmetic.
+"""Tensor parallelism: each process of a group computes a part of every layer.
 
-A module keeps its class, its name and its code. While it works its parameters are this process's parts; collectives of
-the group (distributed/collectives) copy what comes in and reduce or gather what goes out. So a model's own code runs,
-in parts. A table of model families says which layer is split in which style, by the layers' names:
+A module keeps its class, name and code. During its forward pass its parameters are this process's parts; hooks with the
+group's collectives (distributed/collectives) copy its inputs and reduce or gather its outputs. So a model's own code
+runs on parts. A table of model families assigns a style to each layer by name:
 
-    ColwiseLinear    a linear layer split by its outputs
-    RowwiseLinear    one split by its inputs: each process reads the outputs that it has, and the results are summed
-    KeyValueLinear   as ColwiseLinear where every process gets as many heads of keys; else replicated, and each process
-                     computes the heads that its queries read
-    PerHead          a small layer that every process has whole and uses on its own heads
-    ParallelExperts  a stack of experts, each of which is split: its first matrices by outputs, its last by inputs
+    ColwiseLinear    a linear layer split by outputs
+    RowwiseLinear    a linear layer split by inputs: each process uses its part of them, and the results are summed
+    KeyValueLinear   like ColwiseLinear if the key heads are divisible; otherwise replicated, and each process computes
+                     the heads that its queries use
+    PerHead          a small replicated layer that each process applies to its own heads
+    ParallelExperts  a stack of experts, each of them split: the first matrices by outputs, the last by inputs
 
-What is not named is replicated and works alike in every process: norms, routers, score heads. The embedding and the
-output head are found by Hugging Face's names and split by vocabulary. A family that is not in the table may join two
-layers in one matrix, or normalise over all heads at once: look at its code before adding it here.
+All other layers are replicated and compute the same in every process: norms, routers, score heads. The embedding and
+the output head are found by Hugging Face's accessors and split by vocabulary. A family outside the table may fuse two
+layers in one matrix, or normalize over all heads at once: read its code before adding it here.
 
 All parameters become DTensors on the mesh's tensor dimension, replicated ones too, so that sharding, loading, saving
-and norms know where everything is. Works with weights and without, with adapters inside, before FSDP2 shards the model.
+and norms have the layout of each. It works with and without weights, with adapters inside, before FSDP2 shards the
+model.
 """
 
 import logging
@@ -43,19 +44,19 @@ ROWS, COLUMNS = Shard(0), Shard(1)
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The words of the vocabulary that this process has of a split embedding or output head."""
+    """This process's part of the vocabulary in a split embedding or output head."""
 
     first: int
     count: int
-    widths: list[int]  # how many each process has, in rank order
+    widths: list[int]  # sizes of all parts, in rank order
     group: ProcessGroup
 
     @classmethod
     def of(cls, weight: Tensor) -> "VocabShard | None":
-        """By the rows of a matrix [vocabulary, D] that lie here. None: all of them do."""
+        """The part that a matrix [vocabulary, D] has in this process; None: it is not split."""
         if not isinstance(weight, DTensor):
             return None
-        assert weight.device_mesh.ndim == 1, "read while it is gathered but for the tensor dimension"
+        assert weight.device_mesh.ndim == 1, "must be gathered in all but the tensor dimension"
         words, parts, part = weight.shape[0], weight.device_mesh.size(), weight.device_mesh.get_local_rank()
         most = -(-words // parts)
         widths = [min(most, words - place * most) for place in range(parts)]
@@ -63,16 +64,16 @@ class VocabShard:
         return cls(part * most, widths[part], widths, weight.device_mesh.get_group())
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The place of each id among the words that are here, and whether it is one of them (else the place is any)."""
+        """The index of each id in this part, and whether it is in this part (if not, the index is arbitrary)."""
         places = ids - self.first
         return places.clamp(0, self.count - 1), (places >= 0) & (places < self.count)
 
 
-# ---- styles: how a module works on this process's parts of its parameters
+# ---- styles: hooks that run a module on this process's parts of its parameters
 
 
 class LocalParameters:
-    """On what is here: of a replicated module all of it, in every process alike."""
+    """The base style: use the local part of each parameter; for a replicated module that is all of it."""
 
     placements: ClassVar[dict[str, Placement]] = {}  # of parameters; the others are replicated
 
@@ -86,11 +87,11 @@ class LocalParameters:
         return local(parameter)
 
     def parts(self, module: nn.Module) -> dict[str, Tensor | None]:
-        """The module's parameters while it works."""
+        """The module's parameters during its forward pass."""
         return {name: p if p is None else self.part(name, p) for name, p in module._parameters.items()}
 
     def of_whole_rows(self, largest_O: Tensor) -> Tensor:
-        """From the largest value in a part of each row of the weight to the largest in all of it."""
+        """The largest value of each whole row of the weight, from that of this process's part."""
         return largest_O
 
     def enter(self, *arguments: Any) -> Arguments:
@@ -113,18 +114,18 @@ class LocalParameters:
 
 
 class PerHead(LocalParameters):
-    """A replicated module that each process uses on its own heads, so that gradients are still to be summed."""
+    """A replicated module that each process applies to its own heads, so that gradients must be summed."""
 
     def part(self, name: str, parameter: Tensor) -> Tensor | None:
         return _with_partial_gradient(parameter)
 
 
 class SelectedRows(PerHead):
-    """A replicated linear layer of which each process computes some outputs."""
+    """A replicated linear layer of which each process computes some of the outputs."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup, rows: list[int]):
         super().__init__(module, group)
-        self.rows = torch.tensor(rows, device="cpu")  # a model without weights is built on another device
+        self.rows = torch.tensor(rows, device="cpu")  # explicitly, since a fake model is built under the meta device
 
     def part(self, name: str, parameter: Tensor) -> Tensor | None:
         return _with_partial_gradient(parameter).index_select(0, self.rows.to(parameter.device))
@@ -142,7 +143,7 @@ class KeyValueLinear(ColwiseLinear, SelectedRows):
 
 
 class RowwiseLinear(LocalParameters):
-    """A bias is added once, to the sum."""
+    """A linear layer split by inputs. Its bias is added once, to the sum."""
 
     placements: ClassVar[dict[str, Placement]] = {"weight": COLUMNS}
 
@@ -158,9 +159,10 @@ class RowwiseLinear(LocalParameters):
 
 
 class ParallelExperts(LocalParameters):
-    """Takes (tokens, the experts of each, their weights): the routing is alike in all processes, the work is split."""
+    """Experts with inputs (tokens, experts of each token, their weights): routing is replicated, the experts are
+    split."""
 
-    # Gate and up projections are one above the other in every expert, and each is split.
+    # Every expert's gate and up projections are stacked in one matrix, and each is split.
     placements: ClassVar[dict[str, Placement]] = {
         "gate_up_proj": _StridedShard(1, split_factor=2),
         "down_proj": Shard(2),
@@ -175,20 +177,20 @@ class ParallelExperts(LocalParameters):
 
 
 class LoraDown(LocalParameters):
-    """The first matrix of an adapter on a layer that is split by its outputs."""
+    """The first matrix of an adapter on a layer split by outputs."""
 
     def leave(self, result: Tensor) -> Tensor:
         return group_copy(result, self.group)
 
 
 class LoraUp(LocalParameters):
-    """The second matrix of it."""
+    """The second matrix of an adapter on a layer split by outputs."""
 
     placements: ClassVar[dict[str, Placement]] = {"weight": ROWS}
 
 
 class ShardedDropout(nn.Dropout):
-    """Of some columns: all processes draw the mask of all columns alike, as one would."""
+    """Dropout on a part of the columns: all processes draw the same mask of all columns, as one process would."""
 
     def __init__(self, p: float, width: int, columns: slice):
         super().__init__(p)
@@ -222,7 +224,7 @@ class VocabParallelEmbedding(LocalParameters):
 
 
 class VocabParallelHead(ColwiseLinear):
-    """Called as a module it gathers all logits; models/lm_head makes log-probs without them."""
+    """An output head that gathers all logits if called as a module; models/lm_head computes log-probs without that."""
 
     def __init__(self, module: nn.Linear, group: ProcessGroup):
         super().__init__(module, group)
@@ -235,13 +237,13 @@ class VocabParallelHead(ColwiseLinear):
 
 
 def local_style(module: nn.Module) -> LocalParameters | None:
-    """How a module works on its parts; None: it is not split."""
+    """The style applied to a module; None: none."""
     hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
     return next((style for style in hooks if isinstance(style, LocalParameters)), None)
 
 
 def _with_partial_gradient(parameter: Tensor) -> Tensor:
-    """All of a replicated parameter, whose gradient is only this process's share."""
+    """A replicated parameter whose gradient is only this process's share of the sum."""
     return parameter.to_local(grad_placements=[Partial()])
 
 
@@ -271,13 +273,14 @@ FAMILIES: dict[str, dict[str, Style]] = {
     "qwen2_moe": ATTENTION | MLP | MIXTURE | SHARED_EXPERT,
     "qwen3_moe": ATTENTION | NORMED_HEADS | MLP | MIXTURE,
 }
-"""By `model_type` in config.json. Layers that a model does not have are not looked for."""
+"""Styles by `model_type` of config.json. Layers that a model lacks are ignored."""
 
 INNER_OF_EXPERTS = ("moe_intermediate_size", "intermediate_size")
 
 
 def check_tensor_parallel(config: Any, parts: int, what: str) -> None:
-    """A UserError, in one line, if this model cannot be split over this many processes. `what`: which model it is."""
+    """Raise UserError if this model cannot be split over this many processes. `what`: names the model in the
+    message."""
     styles = FAMILIES.get(config.model_type)
     if styles is None:
         known = ", ".join(FAMILIES)
@@ -295,14 +298,24 @@ def check_tensor_parallel(config: Any, parts: int, what: str) -> None:
         raise UserError(f"{what}: its vocabulary of {words} cannot be shared out to {parts} processes")
 
 
+def supports_tensor_parallel(config: Any, parts: int) -> bool:
+    """Whether this model can be split over this many processes."""
+    try:
+        check_tensor_parallel(config, parts, "")
+    except UserError:
+        return False
+    return True
+
+
 def style_of(name: str, styles: dict[str, Style]) -> Style | None:
-    """How a module of a model is split, by its name in it."""
+    """The style of a module, by its name in the model."""
     return next((style for layer, style in styles.items() if name.endswith(f".{layer}")), None)
 
 
 def key_value_heads_used(heads: int, keys: int, parts: int, part: int) -> list[int]:
-    """The heads of keys that a part's heads of queries read: each once, where each is read by as many; else one for
-    every head of queries."""
+    """The key heads that a part's query heads use: each once, if all are used equally often; otherwise one for every
+    query
+    head."""
     own = heads // parts
     read = [head * keys // heads for head in range(part * own, (part + 1) * own)]
     once = list(dict.fromkeys(read))
@@ -320,7 +333,7 @@ def apply_tensor_parallel(root: "PackedModel", mesh: DeviceMesh) -> None:
             "be cut; leave it out"
         )
     check_tensor_parallel(root.config, mesh.size(), "--ds_tensor_parallel_size")
-    # It warns that gathering such a tensor takes two collectives.
+    # torch warns that gathering a strided shard takes two collectives.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     _TensorParallelizer(root, mesh).run()
 
@@ -328,7 +341,7 @@ def apply_tensor_parallel(root: "PackedModel", mesh: DeviceMesh) -> None:
 class _TensorParallelizer:
     def __init__(self, root: "PackedModel", mesh: DeviceMesh):
         self.root, self.mesh = root, mesh
-        self._placed: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by id, which the old tensor keeps taken
+        self._placed: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by id; keeping the old tensor keeps its id unique
         self._done: set[nn.Module] = set()
 
     def run(self) -> None:
@@ -354,7 +367,7 @@ class _TensorParallelizer:
                 self._apply(module, LocalParameters)
 
     def _adapters(self, layer: nn.Module, style: Style, rows: list[list[int]]) -> None:
-        """Low-rank ones, so that only [tokens, rank] is exchanged for them."""
+        """Split a layer's adapters such that only [tokens, rank] is communicated for them."""
         for name, first in layer.lora_A.items():
             second, dropout = layer.lora_B[name], layer.lora_dropout[name]
             if style is RowwiseLinear:
@@ -368,14 +381,14 @@ class _TensorParallelizer:
                 self._apply(second, SelectedRows if rows else LoraUp, *rows)
 
     def _key_rows(self, module: nn.Module) -> list[int]:
-        """The outputs of a layer of keys that belong to the heads that are used here."""
+        """The output rows of a key or value layer for the heads that this process uses."""
         heads, keys = self.root.config.num_attention_heads, self.root.config.num_key_value_heads
         width = module.weight.shape[0] // keys
         used = key_value_heads_used(heads, keys, self.mesh.size(), self.mesh.get_local_rank())
         return [row for key in used for row in range(key * width, (key + 1) * width)]
 
     def _apply(self, module: nn.Module, style: Style, *arguments: Any) -> None:
-        """Make a module's parameters DTensors, a tied one once, and have it work in this style."""
+        """Turn a module's parameters into DTensors (tied ones once) and apply a style to it."""
         self._done.add(module)
         for name, parameter in module._parameters.items():
             if parameter is None:
