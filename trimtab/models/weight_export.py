@@ -1,12 +1,12 @@
-"""A model's weights under the names that Hugging Face's files have, tensor after tensor, to be saved or sent.
+"""A model's weights under the names of Hugging Face's files, one tensor after another, to save or send them.
 
-    HFWeights       every tensor once; a head that is tied comes as the embedding
-    MergedWeights   the same of a model with adapters, each added to what it adapts
-    AdapterWeights  the adapters alone, as PEFT names them, for an engine that holds the base model
+    HFWeights       every tensor once; a tied head is left out
+    MergedWeights   the weights of a model with adapters, merged
+    AdapterWeights  only the adapters under PEFT's names, for an engine that has the base model
 
-Most tensors are stored as they are. Families that are stored in another form (Mixtral's experts) are converted back
-layer by layer, as Hugging Face does. Of a sharded model each tensor is gathered when its turn comes and freed when the
-next one's does; no process holds all. Every process must ask for the same tensors in the same order.
+Most tensors are stored as they are. Families with another storage format (Mixtral's experts) are converted back layer
+by layer, like Hugging Face does. Each tensor of a sharded model is gathered in its turn and freed before the next; no
+process holds all. All processes must read the same tensors in the same order.
 """
 
 import json
@@ -23,11 +23,13 @@ from trimtab.models.policy import Policy
 from trimtab.models.reward import HEAD, renamed
 
 Group = tuple[list[str], dict[str, Tensor]]
-"""Names of tensors that are converted together, and what becomes of them: fake tensors in the order of the file."""
-ADAPTER = "default"  # PEFT's name of the only one
+"""Names of tensors that are converted together, and the results as fake tensors in the order of the file."""
+ADAPTER = "default"  # PEFT's name of the only adapter
 
 
 class HFWeights:
+    """The weights of a model in Hugging Face's storage format."""
+
     def __init__(self, model: nn.Module, *, bf16: bool, head: str = HEAD):
         """`head`: the name of a score head in the files."""
         self.model, self.bf16, self.head = model, bf16, head
@@ -35,7 +37,7 @@ class HFWeights:
         self.groups = list(self._groups())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is stored: each tensor once, and nothing that the model says is not stored."""
+        """The tensors to store: each once, without those that the model excludes from saving."""
         tied = [
             target
             for target, source in self.model.all_tied_weights_keys.items()
@@ -52,7 +54,7 @@ class HFWeights:
         return torch.bfloat16 if self.bf16 and tensor.is_floating_point() else tensor.dtype
 
     def read(self, group: Group, take: Callable[[Tensor], Tensor | None] = lambda tensor: tensor) -> dict[str, Tensor]:
-        """Gather a group and convert it. `take` selects the part of each tensor to keep; None: nothing."""
+        """Gather a group and convert it. `take` maps each gathered tensor to the one to keep; None drops it."""
         names, after = group
         kept = {name: tensor for name in names if (tensor := take(self.gathered(name))) is not None}
         if len(kept) < len(names):
@@ -75,7 +77,7 @@ class HFWeights:
             yield names, self.to_hf(fake)
 
     def _is_converted(self) -> bool:
-        """Whether other tensors are stored, and not only other names."""
+        """Whether stored tensors differ from the model's in more than their names."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
 
@@ -86,12 +88,12 @@ class HFWeights:
 
 
 class MergedWeights(HFWeights):
-    """Of a model with adapters inside: the weights of a model without them that answers the same."""
+    """The weights of a model with adapters, merged into an equivalent model without them."""
 
     def state_dict(self) -> dict[str, Tensor]:
         self._layers: dict[str, nn.Module] = {}
         found: dict[str, Tensor] = {}
-        for name, tensor in self.model.named_parameters():  # a tied one once
+        for name, tensor in self.model.named_parameters():  # tied ones once
             if ".lora_" in name:
                 continue
             plain = name.replace(".base_layer.", ".")
@@ -117,6 +119,8 @@ class MergedWeights(HFWeights):
 
 
 class AdapterWeights(HFWeights):
+    """Only the adapters of a model, under PEFT's names."""
+
     def state_dict(self) -> dict[str, Tensor]:
         named = {name: t for name, t in self.model.named_parameters() if ".lora_" in name}
         plain = (name.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}") for name in named)
@@ -133,22 +137,22 @@ class WeightExport:
     """A policy's weights for another engine."""
 
     def __init__(self, policy: Policy, *, bf16: bool, adapters: bool = False):
-        """`adapters`: send these alone, instead of merged into the rest."""
+        """`adapters`: send only the adapters, not merged weights."""
         self.policy = policy
         adapted = hasattr(policy.model, "peft_config")
         self.adapters = adapters and adapted
-        # Of a policy that is gathered the parameters are other objects, and perhaps old ones.
+        # While a policy is gathered its parameters are other objects, and may be outdated.
         reshard_model(policy)
         kind = AdapterWeights if self.adapters else MergedWeights if adapted else HFWeights
         self.stored = kind(policy.inner, bf16=bf16)
 
     def described(self) -> list[TensorSpec]:
-        """Names, types and shapes, in the order in which they come."""
+        """Names, dtypes and shapes in the order of `tensors`."""
         return tensor_specs((name, tensor) for _, after in self.stored.groups for name, tensor in after.items())
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every process must take them all."""
+        """All tensors in order. Every process must consume all of them."""
         reshard_model(self.policy)
         self.stored.state = self.stored.state_dict()
         for group in self.stored.groups:
@@ -157,6 +161,6 @@ class WeightExport:
                 yield name, found.pop(name)
 
     def adapter_config(self) -> dict[str, Any]:
-        """What PEFT writes beside adapters, in plain values."""
+        """The content of PEFT's adapter_config.json, as plain values."""
         config = self.policy.model.peft_config[ADAPTER].to_dict()
         return json.loads(json.dumps(config, default=lambda v: sorted(v) if isinstance(v, set) else str(v)))

@@ -1,8 +1,8 @@
 """Services of user code and the errors they raise: calls with timeouts, in a thread or on the event loop.
 
 User code is a service of one of two kinds. A function (`FunctionService`) has no state: it runs in the main thread, one
-request after another. Instances (`InstanceService`), such as environments, keep state between calls and live side by
-side: an instance has all of its plain calls in one thread, as things like database connections need it; a limited
+request after another. Instances (`InstanceService`), such as environments, keep state between calls and run
+concurrently: all plain calls of an instance are in one thread, which database connections and the like need; a limited
 number of threads serves all instances, and coroutines of all instances run at once.
 """
 
@@ -23,7 +23,7 @@ SECONDS_TO_END = 1.0  # for user code to clean up at the end
 
 
 class SandboxError(Exception):
-    """A call of user code did not give a result. The message is one line for the user."""
+    """A call of user code failed. The message is one line for the user."""
 
 
 class UserCodeError(SandboxError):
@@ -35,11 +35,11 @@ class CallTimeout(SandboxError):
 
 
 class CallStuck(CallTimeout):
-    """A call took too long, and only the end of its process ends it."""
+    """A call took too long and cannot be cancelled; only killing its process ends it."""
 
 
 class WorkerDied(SandboxError):
-    """The worker process died, or had to be ended."""
+    """The worker process died or was killed."""
 
 
 class LoadFailed(SandboxError):
@@ -65,7 +65,7 @@ class FunctionService:
 
     info: dict[str, Any]
     file: str
-    """Whose lines error messages name."""
+    """The file whose line numbers appear in error messages."""
     split: Callable[[Any], list[Any]]
     call: Callable[[Any], Any]
     is_async: bool = False
@@ -73,17 +73,19 @@ class FunctionService:
 
 @dataclass(frozen=True)
 class InstanceService:
+    """User code with state: every session gets its own instance."""
+
     info: dict[str, Any]
     file: str
     make: Callable[["Caller", float], Instance]
-    """Of the caller for its calls, and the seconds that a call may take."""
+    """Creates an instance, given the caller for its calls and their time limit in seconds."""
 
 
 # ---- JSON values and error messages
 
 
 def jsonable(value: Any) -> Any:
-    """The value as JSON knows it: tensors and arrays as lists, anything strange by its type's name."""
+    """The value with JSON types only: tensors and arrays as lists, other types as their name."""
     if hasattr(value, "tolist"):
         return jsonable(value.tolist())
     if isinstance(value, dict):
@@ -114,7 +116,7 @@ def thread_line(thread: threading.Thread | None, file: str) -> str:
 # ---- calls with a timeout
 
 
-Outcome = tuple[Any, BaseException | None]  # of a call: what it returned, or what it raised
+Outcome = tuple[Any, BaseException | None]  # return value, or exception
 
 
 class CallThread:
@@ -123,7 +125,7 @@ class CallThread:
 
     def __init__(self) -> None:
         self.instances = 0
-        self.free = asyncio.Lock()  # a call's time begins when it has this
+        self.free = asyncio.Lock()  # a call's time starts when it acquires this
         self.thread: threading.Thread | None = None
         self._calls: queue.SimpleQueue[tuple[asyncio.Future[Outcome], Callable[..., Any], tuple[Any, ...]] | None]
         self._calls = queue.SimpleQueue()
@@ -160,13 +162,13 @@ class Caller:
     """The calls of one instance, one after another."""
 
     def __init__(self, thread: CallThread, file: str):
-        """`file`: whose lines messages name."""
+        """`file`: whose line numbers appear in messages."""
         self.thread, self.file = thread, file
-        self.seconds = 0.0  # that its calls took so far
+        self.seconds = 0.0  # total time of its calls
         self._awaiting: asyncio.Task[Outcome] | None = None
 
     async def call(self, limit: float, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns, awaited if it is awaitable. Raises what it raises, CallTimeout or CallStuck."""
+        """Call the function and await its result if it is awaitable. Raises its exception, CallTimeout or CallStuck."""
         async with contextlib.AsyncExitStack() as held:
             await held.enter_async_context(self.thread.free)
             began = time.monotonic()
@@ -188,7 +190,7 @@ class Caller:
         return found
 
     def cancel(self) -> None:
-        """Cancel what is being awaited; a plain call goes on to its end."""
+        """Cancel the coroutine being awaited; a plain call continues to its end."""
         if self._awaiting is not None:
             self._awaiting.cancel()
 
@@ -214,7 +216,7 @@ async def _attempt(found: Awaitable[Any]) -> Outcome:
         return None, error
 
 
-# ---- instances side by side
+# ---- concurrent instances
 
 
 @dataclass(eq=False)
@@ -222,11 +224,11 @@ class _Live:
     instance: Instance
     caller: Caller
     busy: bool = False
-    dropped: bool = False  # no more answers are wanted
+    dropped: bool = False  # its session has ended
 
 
 class InstanceServer:
-    """The instances of a service, on an event loop: of a worker process, or of a thread of the run (LocalPool)."""
+    """The instances of a service on an event loop, in a worker process or in a thread of the run (LocalPool)."""
 
     def __init__(
         self,
@@ -236,9 +238,11 @@ class InstanceServer:
         send: Callable[[str, int | None, Any], None],
         memory: int | None = None,
     ):
-        """`send`: called with each reply, which is (kind, key of the session, values). Kinds are `result`, `error` and
-        `late` (the session is over), and `stuck` (its process must be ended). `memory`: bytes that the process may
-        have; unset: there is no process to end."""
+        """`send`: called with each reply (kind, key of the session, values). Kinds: `result`; `error` and `late`, which
+        end
+        the session; `stuck`: the process must be killed. `memory`: the process's limit in bytes; None: this is the
+        run's
+        own process, which cannot be killed."""
         self._service, self._seconds, self._memory, self.send = service, seconds, memory, send
         self._count = threads
         self._threads: list[CallThread] = []
@@ -259,7 +263,7 @@ class InstanceServer:
         self._follow(key, self._answer(key, self._live[key], method, final, arguments))
 
     async def close(self) -> None:
-        """Close all instances; they have a moment for it."""
+        """Close all instances, within a short time limit."""
         for key, live in list(self._live.items()):
             self._drop(key, live)
         if self._tasks:
@@ -285,7 +289,7 @@ class InstanceServer:
             if not live.dropped:
                 self.send("result", key, values)
             live.dropped = live.dropped or final
-        except CallStuck as error:  # its thread is never free again
+        except CallStuck as error:  # its thread is blocked for good
             self._live.pop(key, None)
             self.send("stuck", key, str(error))
             return
@@ -300,15 +304,15 @@ class InstanceServer:
             live.dropped = True
         live.busy = False
         if live.dropped:
-            await self._let_go(key, live)
+            await self._close_instance(key, live)
 
     def _drop(self, key: int, live: _Live) -> None:
         live.dropped = True
         live.caller.cancel()
         if not live.busy:
-            self._follow(key, self._let_go(key, live))
+            self._follow(key, self._close_instance(key, live))
 
-    async def _let_go(self, key: int, live: _Live) -> None:
+    async def _close_instance(self, key: int, live: _Live) -> None:
         if self._live.pop(key, None) is None:
             return
         try:
@@ -316,7 +320,7 @@ class InstanceServer:
         except CallStuck as error:
             self.send("stuck", key, str(error))
             if self._memory is None:
-                return  # in this process the thread is lost for others
+                return  # in the run's own process the thread stays blocked
         live.caller.thread.instances -= 1
 
 

@@ -4,9 +4,9 @@ A session is opened with a call and lives in one worker. A call of a stateless f
 instance with state, such as an environment, has a session until its last call. Replies arrive in the inboxes of
 sessions; only `wait` and `result` wait for them.
 
-A worker process that hangs is ended. The sessions that lived in it and did nothing fail as innocent. Where a process
-dies, any of the sessions that had a call in it may be the cause: if there were several, none is blamed, and the next
-sessions for them are opened as `serial`, in a process that gets one call at a time.
+A worker process that hangs is killed. Its sessions without a running call fail as `innocent`. If a process dies, any
+session with a running call may be the cause: if there were several, none is blamed, and callers reopen them as
+`serial`, in a process that gets one call at a time.
 """
 
 import asyncio
@@ -46,20 +46,20 @@ from trimtab.sandbox.process import (
     duration,
 )
 
-GRACE = 5.0  # seconds beyond a call's own, for a process that gives no sign of life
+GRACE = 5.0  # seconds beyond a call's timeout before an unresponsive process is killed
 LOADING_SECONDS = 300.0  # user code may import a library from a slow disk
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
     seconds: float = 60.0
-    """The most that a call may take."""
+    """Timeout of a call."""
     workers: int | None = None
-    """Worker processes; unset: one a core, and at most 8."""
+    """Number of worker processes; None: one per core, at most 8."""
     threads: int = 16
-    """Threads of each for plain methods of instances; coroutines all run at once."""
+    """Threads per process for plain methods of instances; coroutines all run at once."""
     memory_gib: float = 8.0
-    """Memory of each."""
+    """Memory limit per process."""
 
     @property
     def worker_count(self) -> int:
@@ -76,24 +76,24 @@ class Result:
 
 @dataclass(frozen=True)
 class Failure:
-    """The session is over."""
+    """The last reply of a session: it has failed."""
 
     session: CallSession
     error: SandboxError
     innocent: bool = False
-    """Its process was ended because of another session, or it is not known whose fault it was."""
+    """Its process was killed because of another session, or the cause is unknown."""
     suspect: bool = False
-    """It may have ended its process."""
+    """It may have killed its process."""
 
 
 class SandboxPool:
-    """Sessions, wherever their user code runs. Thread-safe; `state` is the lock around everything in it."""
+    """Sessions of user code, in this or other processes. Thread-safe; `state` is the lock for everything in it."""
 
     info: dict[str, Any]
-    """What the loaded code says about itself."""
+    """The description that the loaded code returns."""
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False):
-        """`stopped`: whether the run has been told to stop, which ends every wait (RunStopped)."""
+        """`stopped`: whether the run is to stop, which ends every wait with RunStopped."""
         self.state = threading.Condition()
         self._stopped = stopped
         self._sessions: dict[int, CallSession] = {}
@@ -109,8 +109,8 @@ class SandboxPool:
         inbox: "deque[Result | Failure] | None" = None,
         tag: Any = None,
     ) -> CallSession:
-        """Open a session with its first call. `final`: the call is the only one; `replies`: results of that call;
-        `inbox`: where they go, for sessions that share one."""
+        """Open a session with its first call. `final`: it is the only call; `replies`: number of results of that call;
+        `inbox`: for sessions that share one."""
         session = CallSession(next(self._keys), deque() if inbox is None else inbox, tag)
         with self.state:
             self._sessions[session.key] = session
@@ -120,14 +120,14 @@ class SandboxPool:
         return session
 
     def call(self, session: CallSession, method: str, *arguments: Any, final: bool = False) -> None:
-        """The next call of a session. Where it has failed, the failure is in its inbox, or has been."""
+        """Make the next call of a session. A session that has failed is ignored: its failure is or was in its inbox."""
         with self.state:
             if session.key in self._sessions:
                 session.method, session.final, session.expected = method, final, 1
                 self._send(session, "call", method, final, *arguments)
 
     def drop(self, session: CallSession) -> None:
-        """End a session, whatever it does; it has no further replies."""
+        """End a session, also during a call; it gets no further replies."""
         with self.state:
             kept = [reply for reply in session.inbox if reply.session is not session]
             session.inbox.clear()
@@ -136,7 +136,7 @@ class SandboxPool:
                 self._forget(session)
 
     def wait(self, inbox: "deque[Result | Failure]", seconds: float) -> bool:
-        """Whether a reply is there, or comes within this many seconds."""
+        """Wait for a reply for up to `seconds`; returns whether there is one."""
         with self.state:
             if not inbox:
                 self._check()
@@ -162,18 +162,18 @@ class SandboxPool:
         raise NotImplementedError
 
     def _forget(self, session: CallSession) -> None:
-        """The session was dropped."""
+        """Called when a session was dropped."""
         raise NotImplementedError
 
     def _finished(self, session: CallSession) -> None:
-        """All replies of its current call are there."""
+        """Called when all replies of a session's current call have arrived."""
 
     def _check(self) -> None:
         if self._stopped():
             raise RunStopped
 
-    def _hear(self, kind: str, key: int, values: Any) -> CallSession | None:
-        """A reply to a session, if it has not been dropped."""
+    def _deliver(self, kind: str, key: int, values: Any) -> CallSession | None:
+        """Deliver a reply to its session; None if the session was dropped."""
         session = self._sessions.get(key)
         if session is None:
             return None
@@ -202,8 +202,9 @@ class SandboxPool:
 
 
 class LocalPool(SandboxPool):
-    """Instances in this process, for classes that no other process could import: without a sandbox's protection. A
-    call that hangs is given up after its time, but its thread goes on."""
+    """Instances in this process, for classes that other processes cannot import. There is no protection: a call that
+    hangs
+    is abandoned after its timeout, but its thread continues."""
 
     def __init__(self, service: InstanceService, limits: SandboxLimits):
         super().__init__()
@@ -223,7 +224,7 @@ class LocalPool(SandboxPool):
         self._loop.close()
 
     def _place(self, session: CallSession, *, serial: bool) -> None:
-        """There is one place."""
+        """Nothing to do: all sessions are in this process."""
 
     def _send(self, session: CallSession, kind: str, *call: Any) -> None:
         self._loop.call_soon_threadsafe(self._server.receive, kind, session.key, *call)
@@ -232,10 +233,10 @@ class LocalPool(SandboxPool):
         self._send(session, "drop")
 
     def _receive(self, kind: str, key: int | None, values: Any) -> None:
-        assert key is not None, "only worker processes speak of themselves"
+        assert key is not None, "only worker processes send messages without a session"
         values = jsonable(values)
         with self.state:
-            self._hear("late" if kind == "stuck" else kind, key, values)
+            self._deliver("late" if kind == "stuck" else kind, key, values)
 
 
 # ---- in worker processes
@@ -243,17 +244,18 @@ class LocalPool(SandboxPool):
 
 @dataclass(frozen=True)
 class _Ending:
-    """Why a worker process is ended."""
+    """Why a worker process is killed."""
 
-    error: SandboxError | None = None  # None: it has died
-    key: int | None = None  # of the session that is the cause, where that is known
+    error: SandboxError | None = None  # None: it has died by itself
+    key: int | None = None  # of the session that caused it, if known
 
 
 class WorkerPool(SandboxPool):
     """Sessions in worker processes.
 
-    Instances share processes, which measure the time of calls themselves (`shared`). A stateless function has a process
-    for each of its sessions, and its time is measured here: from one reply to the next.
+    Instances share processes, which measure the time of calls themselves (`shared`). Each session of a stateless
+    function
+    has its own process, and its time is measured here, from one reply to the next.
     """
 
     def __init__(
@@ -267,23 +269,24 @@ class WorkerPool(SandboxPool):
         output: Output,
         title: str,
     ):
-        """Starts the first process, which loads `source` by `module`.load_service, and waits for that (LoadFailed).
-        `title`: what the user knows it as."""
+        """Start the first process, which loads `source` with `module`.load_service, and wait for it. LoadFailed: it
+        could
+        not. `title`: the name of the user code in messages."""
         super().__init__(stopped)
         self.limits, self.count = limits, limits.worker_count
-        self.grace = 0.0  # seconds beyond a call's own, where time is measured here
+        self.grace = 0.0  # extra seconds before a stateless call times out
         numbers = (int(limits.memory_gib * 2**30), limits.seconds, limits.threads)
         self._arguments = [*map(str, numbers), module, source]
         self._shared, self._output = shared, output
         self._workers: list[SandboxWorker] = []
-        self._unwanted: list[SandboxWorker] = []  # to be ended by the listener
+        self._unwanted: list[SandboxWorker] = []  # to be killed by the listener
         self._loaded: dict[str, Any] | None = None
         self._load_error: SandboxError | None = None
         self._failure: BaseException | None = None
         self._closed = False
         self._woken, self._waking = os.pipe()
         os.set_blocking(self._waking, False)
-        self._looks_at = 0.0  # when the listener looks again by itself
+        self._looks_at = 0.0  # when the listener checks deadlines next
         self._listener = threading.Thread(target=self._listen, name="sandbox", daemon=True)
         self._workers.append(self._start(serial=False))
         self._listener.start()
@@ -298,7 +301,7 @@ class WorkerPool(SandboxPool):
             raise
 
     def close(self) -> None:
-        """End all processes; user code has a moment to clean up."""
+        """End all processes, with a short time for user code to clean up."""
         with self.state:
             if self._closed:
                 return
@@ -328,7 +331,8 @@ class WorkerPool(SandboxPool):
         return SandboxWorker(process, MessageSocket(process.socket), serial)
 
     def _place(self, session: CallSession, *, serial: bool) -> None:
-        """In the process with the fewest sessions; in a new one where each has some, as long as there may be more."""
+        """Assign a session to the process with the fewest sessions, or to a new one if all have some and the limit
+        allows."""
         fit = [worker for worker in self._workers if worker.serial == serial]
         if len(fit) < self.count and all(worker.sessions for worker in fit):
             self._workers.append(self._start(serial=serial))
@@ -348,9 +352,9 @@ class WorkerPool(SandboxPool):
         if self._shared:
             worker.forget(session.key)
             self._wake(worker)
-        else:  # its further replies would be taken for others'
+        else:  # later replies of this call would be mistaken for those of the next session
             worker.sessions.clear()
-            if worker in self._workers:  # else the listener is about to end it
+            if worker in self._workers:  # otherwise the listener is about to kill it
                 self._workers.remove(worker)
                 self._unwanted.append(worker)
                 self._wake(None)
@@ -367,17 +371,17 @@ class WorkerPool(SandboxPool):
         super()._check()
 
     def _wake(self, worker: SandboxWorker | None) -> None:
-        """Have the listener look again, if there is more to be done for this process than it knows."""
+        """Wake the listener if it must do something for this worker before its next check."""
         if worker is None or worker.channel.has_more or worker.is_new or self._deadline(worker) < self._looks_at:
-            with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups
                 os.write(self._waking, b".")
 
     def _deadline(self, worker: SandboxWorker) -> float:
-        """When a stateless call has taken too long. Its time begins when the worker has the whole request."""
+        """When a stateless call times out. Its time starts when the worker has received the whole request."""
         measured = worker.loaded and worker.asked and not self._shared and not worker.channel.has_more
         return worker.since + self.limits.seconds + self.grace if measured else math.inf
 
-    # ---- the listener, in its own thread: the run may be busy with something else
+    # ---- the listener thread, which works while the run is busy
 
     def _listen(self) -> None:
         try:
@@ -402,7 +406,7 @@ class WorkerPool(SandboxPool):
         for worker in unwanted:
             worker.process.kill()
         ready = {descriptor for descriptor, _ in events.poll(math.ceil(1000 * max(0.0, self._looks_at - now)))}
-        now = time.monotonic()  # what has come by now is in `ready`, however long the rest of this round takes
+        now = time.monotonic()  # taken once: replies received by now are in `ready`, however long this round takes
         if self._woken in ready:
             os.read(self._woken, 2**16)
         for worker in workers:
@@ -410,10 +414,10 @@ class WorkerPool(SandboxPool):
             if is_ready:
                 self._exchange(worker)
             if self._shared or not is_ready:
-                self._look_at(worker, now)
+                self._check_timeout(worker, now)
 
-    def _look_at(self, worker: SandboxWorker, now: float) -> None:
-        """End a process that takes too long."""
+    def _check_timeout(self, worker: SandboxWorker, now: float) -> None:
+        """Kill a process that exceeds its time."""
         seconds = self.limits.seconds
         error: SandboxError | None = None
         with self.state:
@@ -437,12 +441,12 @@ class WorkerPool(SandboxPool):
                 if worker not in self._workers:
                     return
                 worker.flush()
-            heard = worker.heard()  # without the lock: only this thread reads
+            messages = worker.receive()  # without the lock, since only this thread reads
             with self.state:
-                for found in heard:
+                for found in messages:
                     ending = self._take(worker, found["kind"], found["key"], found["values"]) or ending
                 if ending is not None and worker in self._workers:
-                    self._workers.remove(worker)  # no further session is placed there
+                    self._workers.remove(worker)  # no further sessions for it
         except MessageTooLarge:
             ending = _Ending(WorkerDied("said more at once than a run can hold"))
         except EOFError:
@@ -461,13 +465,13 @@ class WorkerPool(SandboxPool):
         elif kind == "stuck":
             return _Ending(WorkerDied(values), key)
         elif key is not None:
-            session = self._hear(kind, key, values)
+            session = self._deliver(kind, key, values)
             if session is not None and kind != "result" and session.expected and not self._shared:
-                return _Ending(WorkerDied(""))  # its further replies would be taken for others'
+                return _Ending(WorkerDied(""))  # its later replies would be mistaken for those of the next session
         return None
 
     def _end(self, worker: SandboxWorker, ending: _Ending) -> None:
-        """End a process, or find that it has ended; its sessions fail."""
+        """Kill a process, or collect one that has died; its sessions fail."""
         with self.state:
             if worker in self._workers:
                 self._workers.remove(worker)
@@ -487,7 +491,8 @@ class WorkerPool(SandboxPool):
 
     def _blame(self, worker: SandboxWorker, error: SandboxError, key: int | None) -> None:
         blamed = {key} if key is not None else set(worker.asked or worker.sessions)
-        # Any of the sessions with a call may have done it. Where none had, something that one of them left running has.
+        # Any session with a running call may be the cause or, if there was none, something that one of them left
+        # running.
         uncertain = key is None and len(worker.asked) > 1 and worker.loaded
         for session in sorted(worker.sessions.values(), key=lambda session: session.key):
             if session.key in blamed or not worker.loaded:

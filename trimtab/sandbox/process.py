@@ -1,4 +1,4 @@
-"""Worker processes and their call sessions, as the run sees them, and interruptible waits."""
+"""The run's side of worker processes and call sessions, and interruptible waits."""
 
 import contextlib
 import json
@@ -25,23 +25,25 @@ from trimtab.distributed.serialization import MessageSocket
 from trimtab.sandbox.worker import LAST_OUTPUT, MARK, end_marked
 
 SECONDS_TO_LEAVE = 2.0
-SECONDS_TO_WRITE = 0.05  # until the keeper has written what the process printed last
+SECONDS_TO_WRITE = 0.05  # for the keeper to write the last output of the process
 
 Output = Literal["inherit", "limited", "tail"]
 
 
 class WorkerProcess:
-    """`python -m MODULE HANDLE ARGUMENTS...`, which calls `begin_worker`. `socket` is the run's end of the connection.
+    """A process `python -m MODULE HANDLE ARGUMENTS...`, which calls `begin_worker`. `socket`: the run's end of the
+    connection.
 
-    It leads a process group, which ends as a whole, also when the run is killed.
+    It leads a process group, which is killed as a whole, also when the run is killed.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], *, output: Output = "inherit"):
-        """`output`: what it prints goes to the run's output, or to its standard error up to a limit, or it is kept
-        from the run and its end can be read (`last_output`)."""
+        """`output`: of the process. inherit: the run's output; limited: the run's standard error, rate-limited; tail:
+        hidden,
+        but `last_output` returns its end."""
         self.socket, theirs = socket.socketpair()
         life, ours = os.pipe()
-        self._life: int | None = ours  # open for as long as the run lives
+        self._life: int | None = ours  # closed when the run ends, which the keeper notices
         self._printed = tempfile.TemporaryFile() if output == "tail" else None  # noqa: SIM115
         self._ended, self._last_output = False, ""
         self._mark = uuid.uuid4().hex
@@ -67,12 +69,12 @@ class WorkerProcess:
     def has_died(self) -> bool:
         if self._process.returncode is not None:
             return True
-        # Its number stays its own until it is reaped.
+        # Without reaping it, so that its pid is not reused.
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     def exit_reason(self) -> str:
-        """How a process that has died, or is about to, did so; what it left running is ended."""
-        deadline = time.monotonic() + SECONDS_TO_LEAVE  # for one that has closed its connection and lives
+        """How a process that has died (or is about to) ended. Kills everything it left running."""
+        deadline = time.monotonic() + SECONDS_TO_LEAVE  # it may have closed its connection and still run
         while not self.has_died and time.monotonic() < deadline:
             time.sleep(0.001)
         if self._printed is not None and not self._ended:
@@ -82,29 +84,29 @@ class WorkerProcess:
         return f"its process died ({how})"
 
     def last_output(self) -> str:
-        """The end of what it printed, where that is kept."""
+        """The end of its output, with `output` "tail"."""
         if self._ended or self._printed is None:
             return self._last_output
         return os.pread(self._printed.fileno(), LAST_OUTPUT, 0).decode(errors="replace")
 
     def dismiss(self) -> None:
-        """Close the connection: the process has a moment to clean up, and then ends."""
+        """Close the connection: the process has a short time to clean up, and then exits."""
         self.socket.close()
         if self._life is not None:
             os.close(self._life)
             self._life = None
 
     def leave(self) -> None:
-        """As `dismiss`, and wait until it has ended."""
+        """Like `dismiss`, and wait until it has ended."""
         self.dismiss()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=SECONDS_TO_LEAVE)
         self.kill()
 
     def kill(self) -> int:
-        """End it and everything it started; returns its exit code, or its signal as a negative number."""
+        """Kill it and everything it started; returns its exit code, or its signal as a negative number."""
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: macOS, where it has ended
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, if it has ended
                 os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         if not self._ended:
@@ -118,7 +120,7 @@ class WorkerProcess:
 
 # ---- sessions
 
-PING_EVERY = 0.5  # seconds, where calls are waited for
+PING_EVERY = 0.5  # seconds between two pings of a worker with pending calls
 
 
 @dataclass(eq=False)
@@ -128,11 +130,11 @@ class CallSession:
     key: int
     inbox: deque[Any]
     tag: Any = None
-    """What the owner calls it."""
+    """The owner's name for it."""
     worker: "SandboxWorker | None" = None
     method: str = ""  # of the current call
-    final: bool = False  # it is the last one
-    expected: int = 0  # replies that the current call still owes
+    final: bool = False  # the current call is the last one
+    expected: int = 0  # missing replies of the current call
 
 
 @dataclass(eq=False)
@@ -142,14 +144,14 @@ class SandboxWorker:
     process: WorkerProcess
     channel: MessageSocket
     serial: bool
-    """It gets one call at a time, so that the call that ends the process is known."""
+    """It gets one call at a time, so that the call that kills the process is known."""
     is_new: bool = True  # the listener does not know it yet
     loaded: bool = False
     since: float = field(default_factory=time.monotonic)
-    """When it was started, heard of or sent to last, or called while it was idle."""
+    """Time of the last start, message, send, or call while idle."""
     sessions: dict[int, CallSession] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
-    """Keys of sessions whose call is not answered."""
+    """Keys of sessions with a pending call."""
     _queue: deque[tuple[int, bytes]] = field(default_factory=deque)
     _pinged: float = 0.0
     _silent_since: float | None = None
@@ -173,7 +175,7 @@ class SandboxWorker:
             self.since = time.monotonic()
 
     def forget(self, key: int) -> None:
-        """Drop a session that lives there."""
+        """Drop a session of this worker."""
         del self.sessions[key]
         self._queue = deque(entry for entry in self._queue if entry[0] != key)
         self.channel.send(pickle.dumps(("drop", key)))
@@ -184,15 +186,15 @@ class SandboxWorker:
         if not self.asked and self._queue:
             self._send(*self._queue.popleft())
 
-    def heard(self) -> list[dict[str, Any]]:
-        """Its messages. EOFError, MessageTooLarge: see MessageSocket."""
+    def receive(self) -> list[dict[str, Any]]:
+        """Messages received from the worker. EOFError, MessageTooLarge: see MessageSocket."""
         found = [json.loads(message) for message in self.channel.receive()]
         if found:
             self._silent_since = None
         return found
 
     def is_silent(self, now: float, seconds: float) -> bool:
-        """Whether it has given no sign of life for so long; it is asked for one."""
+        """Whether it has sent nothing for `seconds` since a ping; sends a ping if one is due."""
         if self._silent_since is not None and now - self._silent_since > seconds:
             return True
         if self.asked and now - self._pinged > PING_EVERY:
@@ -202,7 +204,7 @@ class SandboxWorker:
         return False
 
     def with_last_output(self, words: str) -> str:
-        """And the end of what was printed there, which may say more."""
+        """The message with the end of the worker's output, which may say more."""
         printed = [" ".join(line.split()) for line in self.process.last_output().splitlines()[-20:]]
         last = " / ".join(line for line in printed if line)[-400:]
         return f"{words}; printed last: {last}" if last else words
@@ -213,24 +215,25 @@ class SandboxWorker:
 Value = TypeVar("Value")
 
 PATIENCE = 10.0  # seconds until a wait is reported
-LOOK_EVERY = 0.05  # seconds after which a signal is noticed
+LOOK_EVERY = 0.05  # seconds between two checks for a stop request
 
 
 class RunStopped(Exception):
-    """The run was told to stop while it waited for user code or a server."""
+    """A stop was requested while the run waited for user code or a server."""
 
 
 class Waiter:
     """Waits for results of another process or machine: reports long waits, and ends them when the run is stopped."""
 
     def __init__(self, stopped: Callable[[], bool] = lambda: False):
-        """`stopped`: whether the run has been told to stop."""
+        """`stopped`: whether a stop was requested."""
         self.stopped = stopped
         self._report_after = PATIENCE
 
     def until(self, ready: Callable[[float], bool], seconds: float, report: str | None = None) -> bool:
-        """Whether it was ready in time. `ready` waits for at most the seconds it is given; `report`: what is waited
-        for, for the user."""
+        """Call `ready` until it returns True; False after `seconds`. `ready` may block for the seconds it is given;
+        `report`:
+        describes the wait for the user."""
         began = time.monotonic()
         while not ready(min(LOOK_EVERY, max(0.0, began + seconds - time.monotonic()))):
             self.look(time.monotonic() - began, report)
@@ -239,7 +242,7 @@ class Waiter:
         return True
 
     def results(self, futures: Sequence[Future[Value]], report: str) -> list[Value]:
-        """The results in order; the first failure is raised in its place."""
+        """The results in order; raises the first failure."""
         began = time.monotonic()
         try:
             for future in futures:
@@ -251,15 +254,15 @@ class Waiter:
                 future.cancel()
 
     def look(self, passed: float, report: str | None) -> None:
-        """After this many seconds of waiting: raise RunStopped if the run was stopped, report a long wait."""
+        """Raise RunStopped if a stop was requested, and report a wait that has `passed` many seconds."""
         if self.stopped():
             raise RunStopped
         if report is not None and passed >= self._report_after:
-            # Twice as long before the next report: a reward that is always slow is not news.
+            # Double the interval, since a reward that is always slow need not be reported often.
             self._report_after = 2 * passed
             print(f"waiting for {passed:.0f} s now: {report}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
-    """A length of time, rounded up."""
+    """A duration as text, rounded up."""
     return f"{math.ceil(seconds)} s" if seconds < 120 else f"{math.ceil(seconds / 60)} min"

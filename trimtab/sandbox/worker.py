@@ -1,13 +1,13 @@
-"""The program of a worker process, and loading of user code by its source, `FILE.py[:NAME]`.
+"""The main program of a worker process, and loading of user code from `FILE.py[:NAME]`.
 
     python -m trimtab.sandbox.worker HANDLE MEMORY SECONDS THREADS MODULE SOURCE
 
 It loads user code (MODULE.load_service(SOURCE)) and answers the pool's calls in JSON, so that the run unpickles nothing
-that user code returns. It imports neither torch nor anything else of weight unless the user's code does.
+that user code returns. It imports neither torch nor other heavy packages unless the user's code does.
 
 `begin_worker` sets limits and starts a keeper: a small process in the same group, which user code cannot block. The
-keeper ends the group with the run, however that ends. It also reads what the group prints, and keeps the end of it or
-passes it on up to a limit.
+keeper kills the group when the run ends in any way. It also reads the group's output, and keeps the end of it or
+forwards it up to a limit.
 """
 
 import asyncio
@@ -46,13 +46,13 @@ from trimtab.sandbox.calls import (
 )
 
 MARK = "TRIMTAB_PROCESS"  # a variable that all processes started by a worker inherit
-LAST_OUTPUT = 8192  # bytes of what a process printed last
-# Output that is passed on: a number of bytes at once, and later a number a second.
+LAST_OUTPUT = 8192  # bytes of the last output
+# Forwarded output: bytes at once, and bytes a second after that.
 MOST_PRINTED, PRINTED_A_SECOND = 2**16, 2**8
 
 
 def parse_source(place: str) -> tuple[Path, str | None]:
-    """The file of FILE.py or FILE.py:NAME, and the name, if there is one."""
+    """The file and the name (or None) of FILE.py or FILE.py:NAME."""
     file, colon, name = place.rpartition(":")
     file, wanted = (file, name) if colon and file.endswith(".py") else (place, None)
     return Path(file).expanduser().resolve(), wanted
@@ -82,7 +82,7 @@ def main(handle: str, memory: str, seconds: str, threads: str, module: str, sour
         return
     connection.send_bytes(_encoded("loaded", None, service.info))
     if isinstance(service, FunctionService):
-        with contextlib.suppress(EOFError, OSError):  # the run has closed the connection, or is gone
+        with contextlib.suppress(EOFError, OSError):  # the run has closed the connection or died
             while True:
                 _, key, _, _, request = pickle.loads(connection.recv_bytes())
                 for is_result, reply in _replies(service, key, service.split(request), float(seconds), int(memory)):
@@ -113,7 +113,7 @@ def _replies(service: FunctionService, key: int, parts: list[Any], seconds: floa
     async def gathered() -> list[_Reply]:
         return await asyncio.gather(*map(awaited, parts))
 
-    if service.is_async:  # all at once: such a function mostly waits for others
+    if service.is_async:  # all at once, since an async function mostly waits
         yield from asyncio.run(gathered())
         return
     for part in parts:
@@ -131,7 +131,7 @@ class _Conversation:
         self._connection, self._file, self._seconds = connection, service.file, seconds
         self._server = InstanceServer(service, seconds, threads, self._send, memory)
         self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._loop_asked: float | None = None  # since when the loop owes a sign of life
+        self._loop_asked: float | None = None  # since when the event loop has not responded
         self._over = asyncio.Event()
 
     async def serve(self) -> None:
@@ -155,7 +155,7 @@ class _Conversation:
                     self._check_loop()
                 else:
                     self._loop.call_soon_threadsafe(functools.partial(self._server.receive, kind, key, *call))
-        except (EOFError, OSError):  # the run has closed the connection, or is gone
+        except (EOFError, OSError):  # the run has closed the connection or died
             self._loop.call_soon_threadsafe(self._over.set)
 
     def _check_loop(self) -> None:
@@ -183,15 +183,15 @@ def _encoded(kind: str, key: int | None, values: Any) -> bytes:
 
 
 def begin_worker(handle: str, memory: int) -> Connection:
-    """The connection to the run, for a process that `WorkerProcess` started. `memory`: bytes that it may have."""
+    """Set up a process that `WorkerProcess` started, and return its connection to the run. `memory`: limit in bytes."""
     socket, life, output = handle.split(":")
     show = _Limited() if output == "limited" else _Tail() if output == "tail" else None
     ending = _start_keeper(int(socket), int(life), show)
     connection = Connection(int(socket))
     os.set_inheritable(int(socket), False)
-    atexit.register(_end_group, os.getpid(), ending)  # the first to be registered is the last to be called
+    atexit.register(_end_group, os.getpid(), ending)  # registered first, so that it is called last
     if show is not None and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what was printed must be seen when the process dies
+        sys.stdout.reconfigure(line_buffering=True)  # so that nothing is lost when the process dies
     # A fork of user code must not keep the connection open after this process.
     os.register_at_fork(after_in_child=connection.close)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
@@ -199,17 +199,17 @@ def begin_worker(handle: str, memory: int) -> Connection:
 
 
 def _end_group(leader: int, ending: int) -> None:
-    if os.getpid() == leader:  # a fork of it may exit alone
+    if os.getpid() == leader:  # not in a fork, which may exit alone
         with contextlib.suppress(AttributeError, OSError, ValueError):  # user code may have closed it
             sys.stdout.flush()
-        with contextlib.suppress(OSError):  # the keeper has gone
+        with contextlib.suppress(OSError):  # the keeper is gone
             os.write(ending, b".")
-            time.sleep(SECONDS_TO_END)  # the keeper ends this process as soon as it has read all that was printed
+            time.sleep(SECONDS_TO_END)  # the keeper kills this process as soon as it has read all output
         os.killpg(0, signal.SIGKILL)
 
 
 def _start_keeper(socket: int, life: int, show: "_Tail | _Limited | None") -> int:
-    """The descriptor to write to when this process ends."""
+    """Start the keeper; returns the descriptor to write to when this process ends."""
     run = _pidfd(os.getppid())
     ended, ending = os.pipe()
     output, printing = (None, None) if show is None else os.pipe()
@@ -218,7 +218,7 @@ def _start_keeper(socket: int, life: int, show: "_Tail | _Limited | None") -> in
         # A grandchild, so that user code that waits for its children does not wait for the keeper.
         if os.fork() == 0:
             try:
-                os.close(socket)  # the run sees by it that the worker has ended
+                os.close(socket)  # so that it closes when the worker ends, which the run notices
                 os.close(ending)
                 _keep(life, run, ended, output, show)
             finally:
@@ -238,7 +238,7 @@ def _start_keeper(socket: int, life: int, show: "_Tail | _Limited | None") -> in
 
 
 def _pidfd(process: int) -> int | None:
-    """A descriptor that is readable when the process has ended; None where the system has no such thing."""
+    """A descriptor that becomes readable when the process ends; None if the system has none."""
     try:
         return os.pidfd_open(process)
     except (AttributeError, OSError):
@@ -246,9 +246,9 @@ def _pidfd(process: int) -> int | None:
 
 
 def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_Tail | _Limited | None") -> None:
-    """Show what is printed until the run or the worker has ended; then end the group."""
+    """Show output until the run or the worker has ended; then kill the group."""
     events = select.poll()
-    events.register(life, 0)  # which reports that the other end was closed, and nothing else
+    events.register(life, 0)  # only reports that the other end was closed
     if run is not None:  # a fork of the run may hold the other end open
         events.register(run, select.POLLIN)
     events.register(ended, select.POLLIN)
@@ -269,7 +269,7 @@ def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_Ta
 
 
 def _show_printed(output: int, show: "_Tail | _Limited") -> None:
-    """Show all that is there, unless it comes faster than it is read."""
+    """Show all available output, up to a limit per call."""
     for _ in range(64):
         try:
             printed = os.read(output, 2**16)
@@ -282,7 +282,7 @@ def _show_printed(output: int, show: "_Tail | _Limited") -> None:
 
 
 class _Tail:
-    """Writes the end of what was printed to the file that the run reads, which is the keeper's standard output."""
+    """Writes the end of the output to the file that the run reads, which is the keeper's standard output."""
 
     def __init__(self) -> None:
         self.last = b""
@@ -293,8 +293,9 @@ class _Tail:
 
 
 class _Limited:
-    """Writes what was printed to the run's standard error. After too much of it nothing is written until the whole
-    allowance is there again, so that one line says what is missing."""
+    """Forwards output to the run's standard error, rate-limited. After too much of it, nothing is written until the
+    whole
+    allowance is restored, so that one line reports what is missing."""
 
     def __init__(self) -> None:
         self.allowed, self.since = float(MOST_PRINTED), time.monotonic()
@@ -322,8 +323,9 @@ class _Limited:
 
 
 def end_marked(mark: str) -> None:
-    """End processes whose environment carries the mark, but not this one. They may have left the worker's group, as
-    browsers do. Where the system does not show environments, none is found."""
+    """Kill all other processes with the mark in their environment. They may have left the worker's group, as browsers
+    do. If
+    the system does not show environments, none is found."""
     if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
         return
     wanted = f"{MARK}={mark}".encode()
@@ -333,7 +335,7 @@ def end_marked(mark: str) -> None:
         with contextlib.suppress(OSError):
             if number == os.getpid() or wanted not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
-            handle = os.pidfd_open(number)  # holds the number, so that a second look is at the same process
+            handle = os.pidfd_open(number)  # pins the pid, so that the second check is of the same process
             try:
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)

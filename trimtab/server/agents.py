@@ -1,9 +1,8 @@
-"""Agents: programs that call this run's own policy server for their turns, and whose episodes become trajectories.
+"""Agents: programs that call this run's policy server for their turns, and whose episodes become trajectories.
 
-`AgentServerEngine` is an engine around an engine, like envs/episode_engine.py: it starts an agent with the address of
-an endpoint, runs the requests that agents put in the server's queue in the inner engine's open session, and takes what
-the server has recorded as the episode. The server listens on 127.0.0.1 and answers its own agents alone. An agent that
-is paused waits for the answer to its next request.
+`AgentServerEngine` is an episode engine (envs/episode_engine.py): it starts an agent with the URL of an endpoint, runs
+the requests in the server's queue in the inner engine's open session, and takes the server's record as the episode. The
+server listens on 127.0.0.1 and answers only its own agents. A paused agent waits for the response to its next request.
 """
 
 import secrets
@@ -25,21 +24,21 @@ from trimtab.server.policy_server import PolicyServer
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.sessions import RecordedTurn, ServedPolicy, SessionRecord, branch_ends
 
-POLL_SECONDS = 0.005  # where only agents are waited for
-NAME = "policy"  # of the model
-NO_LIMIT = 2**20  # tokens, where the engine's context is unknown
+POLL_SECONDS = 0.005  # while only agents are running
+NAME = "policy"  # the model's name
+NO_LIMIT = 2**20  # tokens, if the engine's context length is unknown
 SECONDS_TO_END = 2.0
 
 
 @dataclass
 class AgentEpisode:
-    """The episode of one running agent, and the record of what it was given."""
+    """The episode of one running agent, and the server's record of its turns."""
 
     number: int  # of the agent's instance
     request: int
     seed: int  # of this sample
     task: Task
-    prompt_ids: list[int]  # the row's
+    prompt_ids: list[int]  # of the data row
     session: str
     record: SessionRecord
     begun: int = 1
@@ -56,7 +55,7 @@ class AgentEpisode:
         return sum(len(turn.rollout.tokens) for turn in list(self.record.turns))
 
     def rollouts(self, finish: Finish, problem: str | None = None) -> list[Trajectory]:
-        """One for each branch, with the episode's record."""
+        """A trajectory for each branch, with the episode's record."""
         turns = list(self.record.turns)  # the server's thread may be about to add one
         episode = self._episode(turns, problem)
         return finished_branches(_sequences(turns), self.task, self.request, finish, episode, self.prompt_ids)
@@ -82,15 +81,15 @@ def _segments(turns: list[RecordedTurn]) -> list[Segment]:
             start = place + (len(turn.read) if number else 0)
             if turn.number not in known:
                 if number and len(turn.read):
-                    read = Segment(turn.new_messages, place, start, False, _words(turn.new_messages), branch=branch)
+                    read = Segment(turn.new_messages, place, start, False, _content(turn.new_messages), branch=branch)
                     found.append((turn.number, read))
                 stop = start + len(turn.rollout.tokens)
                 text = turn.message.get("content") or ""
-                said = Segment([turn.message], start, stop, True, text, turn.rollout.finish_reason, branch=branch)
-                found.append((turn.number, said))
+                sampled = Segment([turn.message], start, stop, True, text, turn.rollout.finish_reason, branch=branch)
+                found.append((turn.number, sampled))
                 known.add(turn.number)
             place = start + len(turn.rollout.tokens)
-    return [said for _, said in sorted(found, key=itemgetter(0))]
+    return [segment for _, segment in sorted(found, key=itemgetter(0))]
 
 
 def _sequences(turns: list[RecordedTurn]) -> list[Trajectory]:
@@ -99,7 +98,7 @@ def _sequences(turns: list[RecordedTurn]) -> list[Trajectory]:
 
 
 def _sequence(path: list[RecordedTurn], known: set[int]) -> Trajectory:
-    """`known`: turns that earlier branches train; those of this branch are added."""
+    """The trajectory of a branch; `known`: turns trained in earlier branches, to which those of this one are added."""
     found = Trajectory.empty(0, path[0].read.tolist())
     for number, turn in enumerate(path):
         if number:
@@ -112,7 +111,7 @@ def _sequence(path: list[RecordedTurn], known: set[int]) -> Trajectory:
     return found
 
 
-def _words(messages: list[dict]) -> str:
+def _content(messages: list[dict]) -> str:
     return "\n".join(message.get("content") or "" for message in messages)
 
 
@@ -127,8 +126,9 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
     def begin(
         self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, partials: list[Trajectory]
     ) -> None:
-        """A partial episode is resumed only if its own agent is still paused. Otherwise the agent starts again, because
-        its program's state is lost. An agent limits the length of its turns itself."""
+        """A partial episode is resumed only if its agent is still paused. Otherwise the agent is started again, because
+        its
+        program's state is lost. Agents limit the length of their turns themselves."""
         episode = partials[0].episode
         if (suspended := self.engine.resume_suspended(episode)) is not None:
             suspended.request = request
@@ -147,7 +147,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         queue = self.engine.server.queue
         if self._finished or not self.active:
             return self.take_finished()
-        with own_heartbeat.waiting():  # the agent limits its own time
+        with own_heartbeat.waiting():  # agents have their own timeout
             asked = queue.wait(POLL_SECONDS)
         if asked:
             queue.step(self.inner, steps)
@@ -199,7 +199,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         else:
             assert isinstance(reply, FailureReply), "an agent runs, and nothing else"
             if refused is not None and agent.record.turns:
-                # Agents often end with an error when the context is full, and then report no reward.
+                # Agents often fail without a reward when the context is full.
                 self._finish(agent, refused)
             elif reply.innocent:
                 self.retry(agent)

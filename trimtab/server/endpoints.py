@@ -87,7 +87,7 @@ Forward = Callable[[Request, bytes], Awaitable[Response]]
 
 
 class CompletionEndpoints:
-    """The endpoints that read prompts: each takes the request's fields and the name of its session."""
+    """The endpoints that take prompts; each gets the request's fields and the name of its session."""
 
     def __init__(self, policy: ServedPolicy, backend: CompletionBackend, sessions: SessionStore):
         self.policy, self.backend, self.sessions = policy, backend, sessions
@@ -100,7 +100,7 @@ class CompletionEndpoints:
         return await self._complete_chat(fields, session, params, prompt)
 
     async def chat_with_tokens(self, fields: Fields, session: str | None) -> Response:
-        """The same for a prompt that the client has tokenized itself."""
+        """Chat with a prompt that the client has tokenized."""
         params, chat_format, record = self._read_chat(fields, session)
         messages, ids = read_messages(fields), fields.ids("tokens")
         if ids:
@@ -220,7 +220,7 @@ class CompletionEndpoints:
         if record is not None:
             if record.most_turns is not None and len(record.turns) >= record.most_turns:
                 record.refused = "turns"
-                # Clients know the beginning of this line as a conversation's end, and score what there is of it.
+                # Clients treat the beginning of this message as the end of a conversation, and score what they have.
                 words = f"This model's maximum context length is reached: the episode has had its {record.most_turns} "
                 raise InvalidRequest(words + "turns", code="max_turns")
             record.refused = None
@@ -248,7 +248,7 @@ class CompletionEndpoints:
         return message | {"content": without_stop(message["content"], rollout, params)}
 
     def _record_tokens(self, session: str | None, completion: Completion, params: RequestParams) -> None:
-        """Record a completion whose client speaks in tokens."""
+        """Record a completion of an endpoint that takes tokens."""
         record = self.sessions.get_or_create(session)
         if session is None or record is None:
             return
@@ -302,9 +302,12 @@ def make_policy_app(
     version: Callable[[], int] = lambda: 0,
     forward: Forward | None = None,
 ) -> Starlette:
-    """`token`: what requests must bring; `version`: of the weights; `forward`: in an HTTP worker, how the engine's
-    process answers requests of sessions, and requests that need the state of all workers. `state.gate` of the app
-    admits requests."""
+    """The app of the policy server; `app.state.gate` admits its requests.
+
+    `token`: the bearer token that requests need; `version`: of the weights; `forward`: in an HTTP worker, sends a
+    request
+    to the engine's process, for requests of sessions and those that need the state of all workers.
+    """
     gate = RequestGate(give_up=lambda: backend.close(ServerClosing()))
     endpoints = CompletionEndpoints(policy, backend, sessions)
 
@@ -319,7 +322,7 @@ def make_policy_app(
         return named
 
     def post(path: str, endpoint: Endpoint, *, forwarded: bool = False) -> list[Route]:
-        """`forwarded`: always, whether a session is named or not."""
+        """`forwarded`: an HTTP worker forwards it even without a session."""
 
         async def handle(request: Request) -> Response:
             counted_elsewhere = False
@@ -348,7 +351,7 @@ def make_policy_app(
     def get(
         path: str, answer: Callable[[Request], Response], *, public: bool = False, local: Callable[[], bool]
     ) -> list[Route]:
-        """`public`: without a token; `local`: whether an HTTP worker answers by itself."""
+        """`public`: no token needed; `local`: whether an HTTP worker answers it itself."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -419,7 +422,7 @@ def make_policy_app(
 
 
 async def _until_disconnect(request: Request, answer: Awaitable[Response]) -> Response:
-    """The answer, which is cancelled when its client disconnects."""
+    """Await the response, and cancel it when the client disconnects."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -440,7 +443,7 @@ def error_response(error: Exception) -> Response:
     """A failed request's response, in OpenAI's error format."""
     match error:
         case ClientDisconnect():
-            return Response(status_code=499)  # which is sent to no client
+            return Response(status_code=499)  # nobody receives it
         case InvalidRequest():
             return error_json(error.status, str(error), param=error.param, code=error.code)
         case UserError():
@@ -448,7 +451,7 @@ def error_response(error: Exception) -> Response:
         case EngineFailed():
             return error_json(500, f"the engine cannot answer this: {error}")
     known = as_http_error(error)
-    # OpenAI's clients know 400 where others say 422.
+    # OpenAI's clients expect 400 instead of 422.
     return error_json(400 if known.status == 422 else known.status, str(known), code=known.code, headers=known.headers)
 
 

@@ -1,7 +1,7 @@
-"""The engine around an engine for the environment that options name: episodes of an environment, or of agents.
+"""Episode engines for the environment that options name: an environment, or agents.
 
-Training, evaluation and the API open environments here. An environment answers the engine's turns; an agent calls the
-run's own policy server (agents.py), which is imported only then, because it needs the packages of a server.
+Training, evaluation and the API open environments here. An environment responds to the engine's turns; an agent calls
+the run's policy server (agents.py), which is imported only then, because it needs a server's packages.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def make_environment_engine(
     tokenizer: PreTrainedTokenizerBase,
     settings: EpisodeSettings | None = None,
 ) -> Engine:
-    """Closes the pool when the engine is closed, and at once on an error."""
+    """An episode engine around `engine`. It closes the pool when it is closed, or at once on an error."""
     try:
         if pool.info.kind != "agent":
             return EnvironmentEngine(engine, pool, tokenizer, settings)
@@ -71,13 +71,15 @@ def make_environment_engine(
         raise
 
 
-# ---- an environment's own rows
+# ---- rows provided by an environment
 
 
 def environment_rows(
     options: EnvironmentOptions, count: int, seed: int, *, eval_count: int = 0, instead: str
 ) -> dict[str, Dataset]:
-    """`count` rows ("train"), and `eval_count` others ("evaluation"). `instead`: the option that names prompts."""
+    """`count` rows of the environment ("train"), and `eval_count` others ("evaluation"). `instead`: the option for
+    prompts
+    from files."""
     pool = open_pool(options)
     try:
         if not pool.info.offers_rows:
@@ -97,7 +99,7 @@ def environment_rows(
 def _held_out(
     rows: list[dict[str, Any]], eval_count: int, options: EnvironmentOptions
 ) -> dict[str, list[dict[str, Any]]]:
-    """The last rows are held out: another seed would give rows that are trained on."""
+    """Hold out the last rows: of a fixed set, another seed would return training rows."""
     if len(rows) <= eval_count:
         raise UserError(
             f"--env_eval_rows {eval_count}: {options.environment_flag} has {len(rows)} rows, and none would be left to "
@@ -107,7 +109,7 @@ def _held_out(
 
 
 def environment_columns(rows: Dataset) -> dict[str, str | None]:
-    """The options that name the columns of an environment's own rows."""
+    """The column options for rows provided by an environment."""
     return {"input_key": PROMPT, "label_key": LABEL if LABEL in rows.column_names else None}
 
 

@@ -31,22 +31,22 @@ from trimtab.errors import UserError
 
 log = logging.getLogger(__name__)
 
-HEADER_SECONDS = 10.0  # from a connection's first moment, or a request's first byte, to the end of its headers
-BODY_SECONDS = 120.0  # until the whole of a request has arrived
-# Longer than clients keep an unused connection (httpx: 5 s). A server that closes first may do so while a request is on
-# its way.
+HEADER_SECONDS = 10.0  # from the start of a connection, or a request's first byte, to the end of its headers
+BODY_SECONDS = 120.0  # until a request has arrived completely
+# Longer than clients keep an idle connection (httpx: 5 s). A server that closes first may do so while a request is
+# being sent.
 IDLE_SECONDS = 75
 DRAIN_SECONDS = 30.0
-SECONDS_TO_SEND = 2  # responses, once all are there
-# Most clients read no response before they have sent everything, and a connection that is closed meanwhile is an error
-# to them that says nothing. So the rest of a body that is too large is read and discarded, up to here.
+SECONDS_TO_SEND = 2  # to send the last responses
+# Most clients read the response only after sending everything, and would report a connection closed meanwhile as an
+# unexplained error. So the rest of a body that is too large is read and discarded, up to this size.
 MOST_DISCARDED = 2**30
 MOST_CONNECTIONS = 1024
-OTHER_DESCRIPTORS = 64  # what the process has open besides connections
+OTHER_DESCRIPTORS = 64  # open descriptors besides connections
 BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64
 LOG_SECONDS, LOG_LINES = 10.0, 20
-OWN_LOGS = ("http", "http_workers", "endpoints", "request_queue", "reward_server")  # modules here
+OWN_LOGS = ("http", "http_workers", "endpoints", "request_queue", "reward_server")  # modules of this package
 LOGS = ("uvicorn.error", "asyncio", *(f"trimtab.server.{name}" for name in OWN_LOGS))
 
 
@@ -54,8 +54,8 @@ LOGS = ("uvicorn.error", "asyncio", *(f"trimtab.server.{name}" for name in OWN_L
 
 
 class HTTPError(Exception):
-    """A request that is refused, with the status, the message and the headers of its response. `code`: what clients of
-    OpenAI's protocol look for."""
+    """A refused request, with the status, message and headers of its response. `code`: the error code of OpenAI's
+    protocol."""
 
     code: str | None = None
 
@@ -65,7 +65,7 @@ class HTTPError(Exception):
 
 
 class Overloaded(HTTPError):
-    """Too much waits already; the client may try again."""
+    """Too many requests are waiting; the client may retry."""
 
     code = "overloaded"
 
@@ -74,7 +74,7 @@ class Overloaded(HTTPError):
 
 
 class ServerClosing(HTTPError):
-    """The server is draining; another one may answer."""
+    """The server is draining; another server may answer."""
 
     code = "closing"
 
@@ -83,7 +83,7 @@ class ServerClosing(HTTPError):
 
 
 def as_http_error(error: Exception) -> HTTPError:
-    """What a failed request is answered with. Unexpected errors are logged."""
+    """The HTTP error for a failed request. Unexpected errors are logged."""
     if isinstance(error, HTTPError):
         return error
     log.error("a request failed", exc_info=error)
@@ -98,8 +98,8 @@ def bearer_token(request: Request) -> str:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether a Host header names the loopback address, with any port, because tunnels have their own. A site whose
-    name was made to lead to this machine (DNS rebinding) sends another name."""
+    """Whether a Host header names the loopback address, with any port, since tunnels change it. A website whose name
+    resolves to this machine (DNS rebinding) sends another name."""
     name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     return name.lower() == "localhost" or is_loopback(name)
 
@@ -112,7 +112,9 @@ def is_loopback(address: str) -> bool:
 
 
 def authenticate(request: Request, token: str | None) -> None:
-    """`token`: what requests must bring; None: nothing, but a loopback address must be called by a loopback name."""
+    """Raise HTTPError without the right bearer token. `token` None: none is needed, but a server on a loopback address
+    must
+    be called by a loopback name."""
     if token is None:
         here, _ = request.scope.get("server") or ("", None)
         if is_loopback(here) and not is_loopback_host(request.headers.get("host", "")):
@@ -122,9 +124,9 @@ def authenticate(request: Request, token: str | None) -> None:
 
 
 async def read_body(request: Request, max_bytes: int, advice: str) -> bytes:
-    """`advice`: what to do where it is too large."""
+    """The request's body. HTTPError: it is too large or too slow; `advice`: for a body that is too large."""
     body, size = bytearray(), 0
-    # The unread rest of a body would be read as the next request.
+    # Otherwise the unread rest of a body would be parsed as the next request.
     closing = {"Connection": "close"}
     too_large = HTTPError(413, f"the request has more than {max_bytes} bytes; {advice}", closing)
     announced = request.headers.get("content-length", "")
@@ -160,12 +162,12 @@ def json_object(content: bytes) -> dict[str, Any]:
 
 @dataclass
 class RequestGate:
-    """Counts requests that are being answered, and admits no more once the server drains."""
+    """Counts active requests, and admits no more once the server drains."""
 
     closed: bool = False
     inside: int = 0
     give_up: Callable[[], None] = lambda: None
-    """Fails all requests that are still being answered."""
+    """Fails all active requests."""
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -210,7 +212,7 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[Any, ...]] = Counter()
-        self.seconds = 0.0  # of the server's own work
+        self.seconds = 0.0  # time spent working
 
     def count(self, *labels: Any) -> None:
         self.requests[labels] += 1
@@ -238,7 +240,7 @@ class ServerMetrics:
 
 
 def connection_limit(wanted: int | None = None) -> int:
-    """The wanted or default number of connections, as far as the system grants descriptors for them."""
+    """The wanted or default number of connections, limited by the available descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_CONNECTIONS if wanted is None else wanted
     descriptors = wanted + OTHER_DESCRIPTORS
@@ -249,7 +251,8 @@ def connection_limit(wanted: int | None = None) -> int:
 
 
 def protocol_with_limits(connections: int) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, which closes connections beyond `connections` and those whose headers take too long."""
+    """uvicorn's protocol with limits: it closes connections beyond `connections`, and those whose headers take too
+    long."""
 
     class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # whichever uvicorn found
         _deadline: asyncio.TimerHandle | None = None
@@ -270,7 +273,7 @@ def protocol_with_limits(connections: int) -> type[asyncio.Protocol]:
             super().connection_lost(reason)
 
         def _watch(self) -> None:
-            """The clock runs while nothing, or half a request's headers, has arrived; more bytes do not reset it."""
+            """Run the timer while no request, or a part of its headers, has arrived; further bytes do not reset it."""
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_watching()
             elif self._deadline is None:
@@ -326,7 +329,7 @@ def rate_limit_logs(*names: str) -> None:
 def bind(host: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # Only where the protocol is named does asyncio send small responses at once (TCP_NODELAY): 40 ms less.
+        # asyncio sets TCP_NODELAY only if the protocol is given; it saves 40 ms for small responses.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
@@ -343,8 +346,9 @@ def address(listening: socket.socket) -> str:
 
 
 class DrainingServer(uvicorn.Server):
-    """The first signal drains: admitted requests are answered, within a limit, and others turned away. The second ends
-    the server at once."""
+    """A uvicorn server that drains on the first signal: admitted requests are answered within a time limit, new ones
+    are
+    refused. The second signal ends it at once."""
 
     def __init__(self, config: uvicorn.Config, gate: RequestGate, drain_seconds: float):
         super().__init__(config)
@@ -353,7 +357,8 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # asyncio accepts a whole backlog at a time, and where descriptors are short it complains as often.
+        # uvicorn's backlog is small, because asyncio accepts that many connections at a time; here the kernel's is
+        # restored.
         for listening in sockets or []:
             listening.listen(BACKLOG)
 
@@ -382,8 +387,9 @@ def make_server(
     accepted_at_once: int = ACCEPTED_AT_ONCE,
     loop: Literal["auto", "asyncio"] = "auto",
 ) -> DrainingServer:
-    """`app.state.gate` admits its requests; `connections`: at once, if the system grants
-    that many; `accepted_at_once`: of connections that arrive together; `loop`: the event loop."""
+    """A server for an app whose `app.state.gate` admits requests. `connections`: limit, reduced to the available
+    descriptors;
+    `accepted_at_once`: of connections that arrive together; `loop`: the event loop."""
     config = uvicorn.Config(
         app,
         http=protocol_with_limits(connection_limit(connections)),
@@ -401,7 +407,7 @@ def make_server(
 
 def run_until_signal(server: Any, listening: socket.socket) -> None:
     """Run a uvicorn server, or one like it, in the main thread, until SIGINT or SIGTERM."""
-    # uvicorn raises the signal again once it has finished; by then there is nothing left to stop.
+    # uvicorn raises the signal again when it has finished; it must not kill the process then.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     server.run(sockets=[listening])

@@ -3,9 +3,10 @@
     python -m trimtab.server.http_workers HANDLE
 
 The engine's process starts `HTTPWorkerProcesses` and connects to them with `HTTPWorkers`, in place of a uvicorn server.
-The first worker loads the tokenizer and forks into the others; all accept from one listening socket. A worker asks the
-engine's process for completions (ipc.py), and forwards every request of a session as it came, because sessions are kept
-there. So the engine's interpreter has little to do besides the engine's work. Workers end with the engine's process.
+The first worker loads the tokenizer and forks the others; all accept from one listening socket. A worker requests
+completions from the engine's process (ipc.py), and forwards requests of sessions unchanged, because the engine's
+process keeps the sessions. So the engine's interpreter has little to do besides the engine's work. Workers end with the
+engine's process.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ from trimtab.server.sessions import ServedPolicy, SessionStore
 log = logging.getLogger(__name__)
 
 MOST_WORKERS = 64
-RESULTS_AT_ONCE = 32  # where many sequences finish together, workers begin with the first results
+RESULTS_AT_ONCE = 32  # per message batch, so that workers start early when many sequences finish together
 SECONDS_TO_END = 5.0  # after the drain limit
 
 Headers = list[tuple[bytes, bytes]]
@@ -60,7 +61,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class HTTPWorkerProcesses:
-    """The worker processes. They start before it is known what they serve, because starting takes a while."""
+    """The worker processes. They are started before the model is loaded, because starting takes a while."""
 
     def __init__(self, count: int, tokenizer: str, **settings: Any):
         """`tokenizer`, `settings`: the arguments of load_tokenizer."""
@@ -68,7 +69,7 @@ class HTTPWorkerProcesses:
         self._process, self._opened = WorkerProcess("trimtab.server.http_workers", []), False
 
     def open(self, listening: socket.socket, settings: dict[str, Any]) -> list[socket.socket]:
-        """Have them accept connections; returns one socket to each worker."""
+        """Let them accept connections; returns a socket to each worker."""
         self._opened = True
         pairs = [socket.socketpair() for _ in range(self.count)]
         with contextlib.ExitStack() as theirs:
@@ -88,7 +89,7 @@ class HTTPWorkerProcesses:
 
 
 class HTTPWorkers:
-    """Serves through worker processes; stands in for `http.DrainingServer`."""
+    """A server that uses worker processes, with the interface of `http.DrainingServer`."""
 
     def __init__(
         self,
@@ -97,14 +98,14 @@ class HTTPWorkers:
         queue: RequestQueue,
         settings: dict[str, Any],
     ):
-        """`settings`: what the workers must know (see `run_worker`)."""
+        """`settings`: of the workers (see `run_worker`)."""
         self.app, self.queue = app, queue
         self.settled: deque[tuple[WorkerConnection, int]] = deque()  # requests whose results may be complete
         self._processes, self._settings = processes, settings
         self._connections: list[WorkerConnection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._delivering = self._signaled = False
-        # The app's own gate stays open: a request that a worker accepted before it heard of the drain is answered.
+        # The app's own gate stays open, so that a request accepted before a worker received DRAIN is answered.
         self._closing = False
         rate_limit_logs(*LOGS)
 
@@ -173,7 +174,7 @@ class HTTPWorkers:
             self._ended.set()
 
     def settle(self, connection: "WorkerConnection", number: int) -> None:
-        """A future of this request is done. From any thread; the loop is woken once for many of them."""
+        """Report that a future of this request is done. Callable from any thread; the loop is woken once for many."""
         self.settled.append((connection, number))
         if not self._delivering:
             self._delivering = True
@@ -198,7 +199,7 @@ class WorkerConnection(MessageProtocol):
         super().__init__()
         self.workers = workers
         self._requests: dict[int, list[QueuedRequest]] = {}
-        self._forwarded: dict[int, tuple[asyncio.Task[None], asyncio.Event]] = {}  # and whether it has disconnected
+        self._forwarded: dict[int, tuple[asyncio.Task[None], asyncio.Event]] = {}  # with: client has left
 
     def received(self, kind: int, number: int, content: memoryview) -> None:
         if kind == ipc.COMPLETE:
@@ -236,7 +237,7 @@ class WorkerConnection(MessageProtocol):
             request.result.add_done_callback(lambda _: self.workers.settle(self, number))
 
     def result(self, number: int) -> bytes | None:
-        """The message with all results of a request, or its first error; None: some are still missing."""
+        """The message with all results of a request, or with its first error; None: results are missing."""
         requests = self._requests.get(number, [])
         done = [request.result for request in requests if request.result.done()]
         errors = [RuntimeError("given up") if result.cancelled() else result.exception() for result in done]
@@ -380,7 +381,7 @@ class EngineConnection(MessageProtocol):
             reply.set_result(content)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """A worker can answer nothing without the engine's process."""
+        """Exit: without the engine's process a worker cannot answer anything."""
         if not (self.server is not None and self.server.should_exit):
             os._exit(0)
 
@@ -397,7 +398,7 @@ class RemoteMetrics(PolicyMetrics):
 
 
 def run_worker(end: socket.socket, listening: socket.socket, policy: ServedPolicy, settings: dict[str, Any]) -> None:
-    """Serve until the engine's process says to stop. `end`: the worker's socket to it."""
+    """Serve until the engine's process sends a stop. `end`: the worker's socket to it."""
     engine = EngineConnection(settings["max_waiting"])
     app = make_policy_app(
         *(policy, engine, SessionStore(private=settings["private"]), RemoteMetrics(engine)),

@@ -28,9 +28,9 @@ COMPLETION_REQUEST = struct.Struct("<?qIII")  # has a seed, seed, number, answer
 ROLLOUT = struct.Struct("<BII")  # finish reason, tokens, alternatives at each token
 SIZE = struct.Struct("<I")
 
-# To the engine's process: sample a completion; its client has disconnected; answer this HTTP request; count it.
+# To the engine's process: sample a completion; cancel it; answer this HTTP request; count a request.
 COMPLETE, CANCEL, FORWARD, COUNT = 0, 1, 2, 3
-# To an HTTP worker: what was sampled; why nothing was; the HTTP response; drain; stop at once.
+# To an HTTP worker: the result; the error; the HTTP response; drain; stop at once.
 COMPLETED, FAILED, RESPONSE, DRAIN, STOP = 4, 5, 6, 7, 8
 
 FINISH_REASONS = get_args(Finish)
@@ -105,7 +105,7 @@ def _sampling(settings: bytes) -> SamplingParams:
 _cached_sampling = lru_cache(1024)(_sampling)  # most requests have the same few settings
 
 
-# ---- what was sampled, or why nothing was
+# ---- results and errors
 
 
 def encode_trajectories(number: int, rollouts: Sequence[Trajectory]) -> bytes:

@@ -48,12 +48,15 @@ except ImportError as error:
     raise UserError(f"a policy server needs the package {error.name}: pip install 'trimtab[serve]'") from error
 
 INVITED_CONNECTIONS = 2**16  # all episodes of an iteration run at once, each with its own connection
-# The engine's thread gets the interpreter back this soon while responses are written. Python's 5 ms are several steps.
+# How soon the engine's thread gets the interpreter back while responses are written. Python's default of 5 ms is
+# several decode steps.
 SWITCH_SECONDS = 0.0002
 MOST_HTTP_WORKERS = 8
 
 
 class PolicyServer:
+    """The policy server: request queue, sessions, app and HTTP server."""
+
     def __init__(
         self,
         policy: ServedPolicy,
@@ -68,8 +71,9 @@ class PolicyServer:
         private: bool = False,
         processes: HTTPWorkerProcesses | None = None,
     ):
-        """`token`: what requests must bring; `seed`: of requests that bring none; `version`: of the weights; `invited`:
-        only sessions that this process opened are answered; `private`: the server names sessions itself; `processes`:
+        """`token`: the bearer token that requests need; `seed`: for requests without one; `version`: of the weights;
+        `invited`: answer only sessions that this process opened; `private`: the server issues session names;
+        `processes`:
         HTTP workers, which end with the server."""
         self.policy, self.metrics = policy, PolicyMetrics()
         self.sessions = SessionStore(invited=invited, private=private)
@@ -100,12 +104,13 @@ class PolicyServer:
         sys.setswitchinterval(SWITCH_SECONDS)
 
     def start_engine(self, engine: Engine) -> None:
-        """Have this engine answer, in a thread. Without it, a caller with an open session runs the queue."""
+        """Run the request queue with this engine in a thread. Otherwise a caller with an open session runs the
+        queue."""
         usual = SamplingParams(stop_token_ids=self.policy.defaults.stops)
         self._engine_thread = EngineThread(engine, self.queue, usual, self.policy.max_model_len)
 
     def run(self, listening: socket.socket) -> bool:
-        """In the main thread until SIGINT or SIGTERM; returns whether the engine has stopped."""
+        """Serve in the main thread until SIGINT or SIGTERM; returns whether the engine has stopped."""
         try:
             run_until_signal(self._server, listening)
         finally:
@@ -113,7 +118,7 @@ class PolicyServer:
         return stopped
 
     def start(self, port: int = 0) -> str:
-        """In a thread, on the loopback address, at this port or a free one; returns the URL."""
+        """Serve in a thread on the loopback address, at this port or a free one; returns the URL."""
         listening = bind("127.0.0.1", port)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listening]}, name="policy server", daemon=True
@@ -144,8 +149,9 @@ class PolicyServer:
 def run_policy_server(
     options: ServeOptions, token: str | None, say: Callable[[str], None], note: Callable[[str], None]
 ) -> bool:
-    """Serve until SIGINT or SIGTERM; returns whether the engine has stopped. `say` gets the line with the URL, once the
-    server listens, and `note` further lines for the user."""
+    """Serve until SIGINT or SIGTERM; returns whether the engine has stopped. `say`: prints the line with the URL once
+    the
+    server listens; `note`: prints further lines."""
     quiet_transformers()
     check_model_folder(options.pretrain)
     with contextlib.ExitStack() as opened:
@@ -179,7 +185,7 @@ def run_policy_server(
             processes=processes,
         )
         server.start_engine(engine)
-        # Present objects, all of torch among them, are not collected again: each time took 0.2 s, amid requests.
+        # Exclude all present objects, with all of torch, from garbage collection: each collection took 0.2 s.
         gc.freeze()
         opened.callback(gc.unfreeze)
         for line in chat_notes(policy):
@@ -197,7 +203,7 @@ def http_worker_count(wanted: int | None, device: Device) -> int:
 
 
 def chat_notes(policy: ServedPolicy) -> list[str]:
-    """What a user should know of chats with this model."""
+    """Notes for the user on chats with this model."""
     if not policy.tokenizer.chat_template:
         return ["the tokenizer has no chat template: /v1/chat/completions is refused, /v1/completions is not"]
     chat_format = policy.chat_format([], {})
