@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 LARGEST = 2**63
 MOST_ANSWERS = 128
-COLDEST = 0.01  # below it, and above 0, probabilities overflow
+COLDEST = 0.01  # least temperature above 0; with lower ones probabilities overflow
 SET_BY_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
 PENALTIES_NOT_OFFERED = ("presence_penalty", "frequency_penalty")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -35,7 +35,7 @@ class InvalidRequest(HTTPError):
 
 
 def no_room(most: int, found: int, param: str) -> InvalidRequest:
-    # The first words and the code are what clients look for.
+    # Clients look for these first words and this code.
     words = f"This model's maximum context length is {most} tokens, and the prompt has {found}: shorten it"
     return InvalidRequest(words, param, "context_length_exceeded")
 
@@ -113,7 +113,7 @@ class Fields:
 
 
 def is_text(value: Any) -> bool:
-    """Without halves of surrogate pairs: JSON may hold them, and no tokenizer reads them."""
+    """Whether the value is a string without lone surrogates, which JSON may contain but tokenizers reject."""
     return isinstance(value, str) and (value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value))
 
 
@@ -126,7 +126,7 @@ def are_ids(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class RequestParams:
-    """What a client may set: sampling, and what the response shows."""
+    """The parameters of a request: sampling, and the content of the response."""
 
     sampling: SamplingParams  # without the number of tokens
     limit: int | None  # new tokens; None: up to the context's end
@@ -143,13 +143,13 @@ class RequestParams:
 
 @dataclass
 class ServerDefaults:
-    """What holds for all requests of a server."""
+    """Settings that apply to all requests of a server."""
 
     stops: tuple[int, ...]  # stop tokens
     vocabulary: int
     pinned: SamplingParams | None = None
     """In training: the run's sampling. Requests set only lengths and stops."""
-    warned: set[str] = dataclasses.field(default_factory=set)  # fields that requests set in vain, as the log says
+    warned: set[str] = dataclasses.field(default_factory=set)  # ignored fields that were logged
 
 
 def chat_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
@@ -168,10 +168,10 @@ def completion_params(fields: Fields, defaults: ServerDefaults) -> RequestParams
 
 
 def generate_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
-    """Of vLLM's protocol of token ids."""
+    """Parameters of vLLM's tokens-in-tokens-out protocol."""
     asked = fields.object("sampling_params")
     count = asked.integer("logprobs", 1, 0, MOST_ALTERNATIVES)
-    # 1 asks for the log-prob of the sampled token, which is there anyway.
+    # 1 requests the log-prob of the sampled token, which is always included.
     params = _request_params(asked, defaults, count if count > 1 else 0, True)
     return dataclasses.replace(params, names_as_ids=True, token_ids=True, stream=fields.boolean("stream"))
 
@@ -191,7 +191,7 @@ def _request_params(fields: Fields, defaults: ServerDefaults, alternatives: int,
         seed=fields.optional_integer("seed", -(2**63)),
         answers=fields.integer("n", 1, 1, MOST_ANSWERS),
         log_probs=log_probs,
-        # A client that asks for ids takes token texts as a sign that log-probs are not those of the temperature.
+        # A client that requests ids takes token texts as a sign that log-probs ignore the temperature.
         names_as_ids=fields.boolean("return_tokens_as_token_ids", fields.boolean("return_token_ids")),
         token_ids=fields.boolean("return_token_ids"),
         special_tokens=not fields.boolean("skip_special_tokens", True),
@@ -290,7 +290,7 @@ def _message(found: Any, where: str) -> Message:
 
 
 def _content(found: Any, where: str) -> str:
-    """Text; parts that are text follow each other line by line."""
+    """The content as text; text parts are joined by newlines."""
     if found is None:
         return ""
     parts = found if isinstance(found, list) else [{"type": "text", "text": found}]

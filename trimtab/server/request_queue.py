@@ -1,4 +1,4 @@
-"""The request queue between endpoints and the engine, whose one thread runs it, and the metrics of both.
+"""The request queue between endpoints and the engine, the engine's thread, and the metrics of both.
 
 Requests that arrive while others are decoded join the running batch. The engine runs in a thread of the server
 (`EngineThread`), or in a loop that has an open session anyway (agents in training, a Learner).
@@ -27,17 +27,17 @@ from trimtab.server.sessions import stream_seed
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 1024
-# Clients that were answered together often send their next requests together: the engine waits for them while they keep
-# arriving. The next one is due after about as long as writing the responses takes, which is more for many.
+# Clients that were answered together often send their next requests together, so the engine waits for them while they
+# keep arriving. The next one is expected after about the time to write the responses, which grows with their number.
 SECONDS_OF_QUIET, MORE_FOR_EACH, MOST_SECONDS_OF_QUIET, POLL_SECONDS = 0.001, 0.0001, 0.02, 0.0005
-QUIETS_TO_GATHER = 3  # altogether
-STEPS_TO_BEGIN = 2  # where most requests have just arrived
-SHARE_TO_WAIT_FOR = 1 / 16  # of the running requests; fewer are not waited for
-LONGEST_PREPARED = 4096  # tokens of a prompt with its answer; longer ones allocate memory when they come
+QUIETS_TO_GATHER = 3  # longest wait for all of them, in such intervals
+STEPS_TO_BEGIN = 2  # decode steps if most requests have just arrived
+SHARE_TO_WAIT_FOR = 1 / 16  # of the running requests; the engine does not wait for fewer
+LONGEST_PREPARED = 4096  # tokens of a prompt with its answer; longer ones allocate memory when they arrive
 
 
 class EngineFailed(Exception):
-    """The engine cannot answer a request, through no fault of its client."""
+    """The engine failed on a request, not because of its client."""
 
 
 class PolicyMetrics(ServerMetrics):
@@ -50,26 +50,26 @@ class PolicyMetrics(ServerMetrics):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """The answers that a client wants to one prompt."""
+    """A client's request for answers to one prompt."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
     answers: int = 1
     session: str | None = None
-    seed: int | None = None  # None: the server draws one
+    seed: int | None = None  # None: the server chooses one
     number: int = 0  # of the prompt in its HTTP request
 
 
 class CompletionBackend(Protocol):
-    """Where endpoints get completions: a queue of this process, or the engine's process (http_workers.py)."""
+    """The source of completions for endpoints: a queue in this process, or the engine's process (http_workers.py)."""
 
     @property
     def most_waiting(self) -> int:
-        """Answers at once; more are refused."""
+        """Limit of unfinished answers; more are refused."""
 
     @property
     def waiting(self) -> int:
-        """Answers that are not there yet."""
+        """Number of unfinished answers."""
 
     @property
     def closed(self) -> bool: ...
@@ -77,18 +77,18 @@ class CompletionBackend(Protocol):
     async def complete(self, request: CompletionRequest) -> list[Trajectory]: ...
 
     def close(self, error: Exception) -> None:
-        """Fail every unanswered request with this error, and all that come later."""
+        """Fail all unfinished requests, and all later ones, with this error."""
 
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One answer that the engine is to sample."""
+    """One answer for the engine to sample."""
 
     prompt_ids: list[int]
     seed: int
     sampling: SamplingParams
     session: str | None = None
-    partial: Trajectory | None = None  # what was sampled before the engine's session was closed
+    partial: Trajectory | None = None  # tokens sampled before the engine's session was closed
     result: "Future[Trajectory]" = field(default_factory=Future)
 
 
@@ -96,21 +96,21 @@ class RequestQueue:
     """A `CompletionBackend` whose requests wait for an engine of this process."""
 
     def __init__(self, metrics: PolicyMetrics, most_waiting: int = MOST_WAITING, seed: int = 0):
-        """`most_waiting`: unanswered requests at once; more are refused; `seed`: of requests that bring none."""
+        """`most_waiting`: limit of unfinished requests; more are refused; `seed`: for requests without one."""
         self.metrics, self.most_waiting, self.seed = metrics, most_waiting, seed
         self._numbers = itertools.count()
         self._arrived = threading.Condition()
         self._new: deque[QueuedRequest] = deque()
-        self._retries: deque[QueuedRequest] = deque()  # running when the engine failed: tried again one by one
+        self._retries: deque[QueuedRequest] = deque()  # were running when the engine failed; retried one by one
         self._running: dict[int, QueuedRequest] = {}
         self._held: set[str] = set()  # sessions whose requests wait
-        # Of the clients that were answered lately: how many have not returned; the requests that came since; until when
-        # the queue waits for all of them, and for the next one; and how long it waits for each.
+        # Recently answered clients: the number that have not sent another request; running requests admitted since;
+        # until when the queue waits for all of them and for the next one; and how long it waits for each.
         self._away = 0
         self._returned: set[int] = set()
         self._away_until = self._quiet_until = 0.0
         self._quiet = 0.0
-        self._step_seconds = math.inf  # of a decode step lately, with all that was done beside it
+        self._step_seconds = math.inf  # recent time of a decode step, with all overhead
         self._closed: Exception | None = None
 
     # ---- for endpoints, in any thread
@@ -134,7 +134,7 @@ class RequestQueue:
         return requests
 
     def put(self, *requests: QueuedRequest) -> None:
-        """All of them, or none."""
+        """Queue all of these requests, or none."""
         with self._arrived:
             if self._closed is not None:
                 raise self._closed
@@ -148,7 +148,7 @@ class RequestQueue:
 
     @property
     def waiting(self) -> int:
-        """Requests that are not answered yet, running ones among them."""
+        """Number of unfinished requests, including running ones."""
         return len(self._new) + len(self._retries) + len(self._running)
 
     def hold(self, session: str) -> None:
@@ -168,7 +168,7 @@ class RequestQueue:
                 request.result.cancel()
 
     def close(self, error: Exception) -> None:
-        """Fail every unanswered request with this error, and all that come later."""
+        """Fail all unfinished requests, and all later ones, with this error."""
         with self._arrived:
             self._closed = self._closed or error
             requests = [*self._new, *self._retries, *self._running.values()]
@@ -195,9 +195,9 @@ class RequestQueue:
         return bool(self._retries or self._running) or any(new.session not in self._held for new in self._new)
 
     def step(self, session: Session, steps: int | None = None) -> None:
-        """Admit new requests, decode a chunk of at most `steps` tokens, and settle what has finished."""
+        """Admit new requests, decode a chunk of at most `steps` tokens, and settle finished requests."""
         before = len(self._running)
-        if self._admit_new(session) and len(self._running) > 2 * before:  # more may be on their way
+        if self._admit_new(session) and len(self._running) > 2 * before:  # more may arrive soon
             steps = STEPS_TO_BEGIN if steps is None else min(steps, STEPS_TO_BEGIN)
         if not session.has_unfinished:
             return
@@ -211,8 +211,9 @@ class RequestQueue:
             session.step(0)  # its cleanup, while no client waits for it
 
     def gather(self, session: Session) -> None:
-        """While clients that were answered together return: prefill their requests, and decode when all are there. What
-        begins together ends together, in fewer steps than what begins bit by bit."""
+        """Wait for the next requests of clients that were answered together, and prefill them as they arrive. Decoding
+        them
+        together takes fewer steps than starting them one by one."""
         while self._gathers:
             if self._admit_new(session):
                 self.finish(session.step(0), together=False)
@@ -221,7 +222,7 @@ class RequestQueue:
 
     @property
     def _gathers(self) -> bool:
-        """Whether many clients are away, and the running requests have only just begun."""
+        """Whether many clients are expected to return, and the running requests have just begun."""
         begun_before = len(self._running) - len(self._returned)
         worth_while = self._away > max(1, len(self._running) * SHARE_TO_WAIT_FOR)
         if self._retries or self.closed or not worth_while or begun_before > self._away * SHARE_TO_WAIT_FOR:
@@ -250,7 +251,7 @@ class RequestQueue:
         if request.result.cancelled():
             return
         try:
-            # A partial answer does not have the alternatives at its tokens, nor their plain log-probs.
+            # A partial answer has no alternatives and no plain log-probs at its tokens.
             whole = request.sampling.plain_log_probs or request.sampling.top_log_probs
             partials = None if request.partial is None or whole else [request.partial]
             number = session.add(request.prompt_ids, seed=request.seed, sampling=request.sampling, partials=partials)
@@ -261,7 +262,7 @@ class RequestQueue:
             self._returned.add(number)
 
     def finish(self, rollouts: list[Trajectory], *, together: bool = True) -> None:
-        """Settle those requests of the session that are the queue's. `together`: their clients may return together."""
+        """Settle the queue's requests among these finished samples. `together`: their clients may return together."""
         finished = [(request, rollout) for rollout in rollouts if (request := self._running.pop(rollout.prompt, None))]
         self._returned &= self._running.keys()
         if finished and together:
@@ -282,7 +283,7 @@ class RequestQueue:
             self._away_until, self._quiet_until = now + QUIETS_TO_GATHER * self._quiet, now + self._quiet
 
     def suspend(self, session: Session) -> None:
-        """The session is about to be closed: the next one resumes its requests from their partial answers."""
+        """Requeue the running requests of a session that is about to be closed, with their partial answers."""
         partials = session.partials()
         for number, request in self._running.items():
             found = partials.get(number, [])
@@ -293,7 +294,7 @@ class RequestQueue:
         self._returned.clear()
 
     def engine_failed(self, error: Exception) -> None:
-        """The session is lost. A request that ran alone fails; several are tried again one by one."""
+        """Handle the loss of the session: a request that ran alone fails; several are retried one by one."""
         requests = list(self._running.values())
         self._running.clear()
         self._returned.clear()
@@ -324,7 +325,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self.queue.closed:
-                # An engine that cannot open a session now will not be able to later.
+                # An engine that fails to open a session will fail again, so that ends the thread.
                 with self.engine.session(self.usual) as session:
                     session.prepare(self.longest)
                     try:

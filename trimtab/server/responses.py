@@ -1,6 +1,6 @@
-"""Responses of the policy server: completions as OpenAI's and vLLM's clients expect them, whole or streamed.
+"""Responses of the policy server in the formats of OpenAI and vLLM, whole or streamed.
 
-Log-probs of many tokens are most of a response, so they are written as JSON text by hand (`RawJSON`).
+Log-probs are most of a response, so they are formatted as JSON text by hand (`RawJSON`).
 """
 
 import json
@@ -21,13 +21,13 @@ from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.request_params import RequestParams
 from trimtab.server.sessions import ServedPolicy
 
-LEAST = -9999.0  # a log-prob that JSON knows, in place of -inf
-PLACEHOLDER = secrets.token_hex(16)  # stands in JSON where a RawJSON goes
+LEAST = -9999.0  # replaces a log-prob of -inf, which JSON does not have
+PLACEHOLDER = secrets.token_hex(16)  # marks the place of a RawJSON in a dumped body
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled for one prompt."""
+    """The samples for one prompt."""
 
     prompt_ids: list[int]
     rollouts: list[Trajectory]
@@ -92,7 +92,7 @@ class ResponseBuilder:
     # ---- parts
 
     def text(self, rollout: Trajectory, params: RequestParams) -> str:
-        """Without the stop token or stop string that ended it."""
+        """The text without the stop token or stop string at its end."""
         ids = rollout.ids
         if rollout.finish == "stop" and ids and ids[-1] in params.sampling.stop_token_ids:
             return self.policy.text(ids[:-1], special=params.special_tokens)
@@ -103,11 +103,11 @@ class ResponseBuilder:
         return {"id": name, "object": called, "created": int(time.time()), "model": self.policy.name}
 
     def _name(self, token: int, params: RequestParams) -> tuple[str, str]:
-        """As text and as JSON."""
+        """A token's name as text and as JSON."""
         return (f"token_id:{token}", f'"token_id:{token}"') if params.names_as_ids else self.policy.names[token]
 
     def _content(self, rollout: Trajectory, params: RequestParams) -> "RawJSON":
-        """The log-prob of every token, with the alternatives that were asked for."""
+        """The log-prob of every token, with the requested alternatives."""
         entries = self._entries(rollout.ids, rollout.log_probs, params)
         if rollout.alternatives is None:
             others = ["[]"] * len(entries)
@@ -145,7 +145,7 @@ class ResponseBuilder:
         }
 
     def _stop_reason(self, rollout: Trajectory, params: RequestParams) -> int | str | None:
-        """The stop token that ended it, unless it is one of the model's own; or the stop string."""
+        """The stop token or stop string that ended the answer; None for the model's own stop tokens."""
         if rollout.finish != "stop" or not rollout.ids or rollout.ids[-1] in self.policy.defaults.stops:
             return None
         if rollout.ids[-1] in params.sampling.stop_token_ids:
@@ -155,13 +155,14 @@ class ResponseBuilder:
 
 
 def _in_range(log_probs: np.ndarray) -> np.ndarray:
-    """Rounding may put the log-prob of a certain token a bit above 0, which clients reject; a token that must not be
-    sampled has -inf, which JSON does not know."""
+    """Clip log-probs: rounding may leave one slightly above 0, which clients reject, and forbidden tokens have -inf,
+    which
+    JSON does not have."""
     return np.clip(log_probs, LEAST, 0.0)
 
 
 def _numbers(log_probs: np.ndarray) -> list[str]:
-    """With the digits that identify an fp32 number: those of a double take three times as long to write."""
+    """Numbers with the digits that identify an fp32 value; those of a double take three times as long to write."""
     return ("%.9g " * len(log_probs) % tuple(_in_range(log_probs).tolist())).split()
 
 
@@ -170,7 +171,7 @@ def _listed(written: Iterable[str]) -> str:
 
 
 def without_stop(text: str, rollout: Trajectory, params: RequestParams) -> str:
-    """Up to the stop string that ended it."""
+    """The text up to the stop string that ended it."""
     if rollout.finish != "stop" or params.stop_strings_shown:
         return text
     places = [place for stop in params.sampling.stop_strings if (place := text.rfind(stop)) >= 0]
@@ -184,7 +185,7 @@ def _usage(answers: list[Completion]) -> dict[str, int]:
 
 
 def _shown_message(message: Message) -> Message:
-    """The model's message as clients read it: arguments of calls are JSON in a string."""
+    """The message in OpenAI's format: arguments of tool calls are JSON in a string."""
     shown: Message = {"role": "assistant", "content": message["content"]}
     if thought := message.get("reasoning_content"):
         shown |= {"reasoning": thought, "reasoning_content": thought}

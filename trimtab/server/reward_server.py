@@ -1,10 +1,10 @@
 """The reward server: `trimtab serve-rm` scores answers for other processes, with dynamic batching.
 
-    POST / or /get_reward in either protocol (rewards/protocols), GET /health and /metrics
+    POST / or /get_reward in either protocol (rewards/client), GET /health and /metrics
 
-While one batch is scored, the samples of later requests gather and are the next batch; no request waits for a batch to
-fill up. A batch that fails is scored again request by request, so that no request fails for another's samples. A
-client's mistake is a 4xx with one sentence, in its protocol's form of errors.
+Samples of requests that arrive while a batch is scored form the next batch; no request waits for a batch to fill up. A
+batch that fails is scored again request by request, so that no request fails because of another's samples. A client's
+mistake is a 4xx with one sentence, in its protocol's error format.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class Batcher:
             self._unanswered.discard(future)
 
     async def run(self) -> None:
-        """Score what arrives, until cancelled."""
+        """Score arriving requests until cancelled."""
         while True:
             await self._arrived.wait()
             batch = self._next_batch()
@@ -104,7 +104,7 @@ class Batcher:
                     future.set_result(outcome)
 
     def give_up(self) -> None:
-        """Fail every unanswered request, because the server is about to end."""
+        """Fail all unfinished requests, because the server is about to end."""
         for future in self._unanswered:
             if not future.done():
                 future.set_exception(ServerClosing())
@@ -136,8 +136,8 @@ class Batcher:
 def make_reward_app(
     reward: Reward, *, token: str | None = None, max_bytes: int = 2**26, max_samples: int | None = None
 ) -> Starlette:
-    """`token`: what requests must bring; `max_bytes`: of a request; `max_samples`: of a batch. `state.gate` of the app
-    admits requests, and `state.batcher` scores them."""
+    """The app of the reward server; `app.state.gate` admits requests, and `app.state.batcher` scores them. `token`: the
+    bearer token that requests need; `max_bytes`: of a request; `max_samples`: of a batch."""
     metrics, gate = RewardMetrics(), RequestGate()
     batcher: Batcher | None = None
 
@@ -192,7 +192,7 @@ def make_reward_app(
 
 def _error_response(error: Exception, protocol: Protocol) -> Response:
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=400)  # which is sent to no client
+        return Response(status_code=400)  # nobody receives it
     if isinstance(error, ProtocolError | BadSample):
         error = HTTPError(422, str(error))
     elif isinstance(error, RewardFailed):
@@ -236,7 +236,7 @@ def run_reward_server(
     drain_seconds: float,
     say: Callable[[str], None],
 ) -> bool:
-    """Serve until SIGINT or SIGTERM; returns whether scoring has stopped. `say` gets the line with the URL, once it
+    """Serve until SIGINT or SIGTERM; returns whether scoring has stopped. `say`: prints the line with the URL once it
     listens."""
     listening = bind(host, port)
     app = make_reward_app(reward, token=token, max_bytes=max_bytes, max_samples=max_samples)

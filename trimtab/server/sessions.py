@@ -1,9 +1,9 @@
 """Sessions with the exact tokens of each conversation, and the served policy: its chat format, tokens and limits.
 
-A client that speaks in messages sends the whole conversation again at every turn. Where a session is named, the prompt
-of its next turn is the exact tokens of the turn before with the new messages appended, so that nothing that was sampled
-is ever tokenized again. A recorded turn points to the turn that it continues and keeps only its own tokens; turns that
-no other continues are the ends of branches.
+A chat client sends the whole conversation again at every turn. If the request names a session, the prompt of the next
+turn is the exact tokens of the previous turn with the new messages appended, so sampled tokens are never tokenized
+again. A recorded turn points to the turn that it continues and stores only its own tokens; turns that no other
+continues are the ends of branches.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ from trimtab.rollout.trajectory import Finish, Trajectory
 from trimtab.server.request_params import InvalidRequest, ServerDefaults, no_room
 
 MOST_TOKENS = 2**24  # of all sessions; each takes twelve bytes
-TURN = 128  # tokens that take as much memory as the rest of a turn
+TURN = 128  # memory of a turn besides its tokens, in tokens
 MOST_CHAT_FORMATS = 64  # cached
 
 
 def stream_seed(seed: int, session: str | None, length: int) -> int:
-    """The seed of a turn behind `length` tokens, as int64. Clients send one seed for all conversations and turns, so
-    the turn's place is part of it: the same request has the same answer."""
+    """The seed of a turn after `length` tokens, as int64. Clients send one seed for all conversations and turns, so the
+    turn's position is included; equal requests still have equal answers."""
     name = f"{seed}/{'' if session is None else session}/{length}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
 
@@ -44,13 +44,15 @@ def stream_seed(seed: int, session: str | None, length: int) -> int:
 
 @dataclass(eq=False)
 class RecordedTurn:
+    """One sampled turn of a session."""
+
     number: int
     before: "RecordedTurn | None"  # the turn that it continues
     read: np.ndarray  # int32: prompt tokens since the turn before, or since the beginning
     rollout: Trajectory
     ended: bool  # its last token is a stop token
     message: Message
-    new_messages: list[Message] = field(default_factory=list)  # what `read` is, where the client speaks in messages
+    new_messages: list[Message] = field(default_factory=list)  # the messages of `read`, for chat clients
 
     @property
     def ids(self) -> list[int]:
@@ -64,13 +66,13 @@ class RecordedTurn:
 
     @cached_property
     def length(self) -> int:
-        """Of all tokens up to its end."""
+        """Number of all tokens up to its end."""
         before = 0 if self.before is None else self.before.length
         return before + len(self.read) + len(self.rollout.tokens)
 
     @cached_property
     def digest(self) -> "hashlib.blake2b":
-        """Of all tokens up to its end, so that a prompt is compared without a look at every token."""
+        """Hash of all tokens up to its end, to find the turn that a prompt continues."""
         found = _digest() if self.before is None else self.before.digest.copy()
         found.update(self.read.tobytes())
         found.update(self.rollout.tokens.tobytes())
@@ -110,32 +112,34 @@ class SessionRecord:
     def __init__(
         self, seed: int | None = None, most_turns: int | None = None, pinned: SamplingParams | None = None
     ) -> None:
-        """`seed`: of its turns, whatever requests say; `most_turns`: more are refused; `pinned`: the sampling of all
-        its turns."""
+        """`seed`: of its turns, overriding requests; `most_turns`: more are refused; `pinned`: sampling of all its
+        turns."""
         self.seed, self.most_turns, self.pinned = seed, most_turns, pinned
         self.refused: Finish | None = None  # why the last request was refused, if it was
-        self._requests: Counter[int] = Counter()  # turns that were asked for, by the length of their prompts
+        self._requests: Counter[int] = Counter()  # number of requests, by the length of the prompt
         self.turns: list[RecordedTurn] = []
         self.held = 0  # memory of all turns, in tokens
         self._by_history: dict[bytes, RecordedTurn] = {}
         self._by_tokens: dict[int, dict[bytes, RecordedTurn]] = {}  # by length, then by digest
 
     def next_seed(self, length: int) -> int | None:
-        """The seed of a turn behind `length` tokens: by its place alone, and another one each time it is asked for."""
+        """The seed of a turn after `length` tokens: it depends on the position only, and differs for repeated
+        requests."""
         if self.seed is None:
             return None
         self._requests[length] += 1
         return request_seed(stream_seed(self.seed, None, length), self._requests[length] - 1)
 
     def turn_before_messages(self, keys: Sequence[bytes]) -> tuple[int, RecordedTurn] | None:
-        """The latest turn in a conversation with these history keys, and how many messages it ends."""
+        """The latest recorded turn of a conversation with these history keys, and the number of messages up to its
+        end."""
         for count in range(len(keys) - 1, 0, -1):
             if (turn := self._by_history.get(keys[count])) is not None:
                 return count, turn
         return None
 
     def turn_before_ids(self, prompt_ids: list[int]) -> RecordedTurn | None:
-        """The longest turn whose tokens the prompt begins with."""
+        """The longest recorded turn whose tokens are a prefix of the prompt."""
         ids, best, digest, read = np.array(prompt_ids, dtype=np.int32), None, _digest(), 0
         for length in sorted(length for length in self._by_tokens if length <= len(ids)):
             digest.update(ids[read:length].tobytes())
@@ -181,11 +185,11 @@ def _digest() -> "hashlib.blake2b":
 
 
 class SessionStore:
-    """The records of all sessions, by name. When they hold too much, the least recently used are dropped."""
+    """The records of all sessions, by name. Above the memory limit, the least recently used are evicted."""
 
     def __init__(self, max_tokens: int = MOST_TOKENS, *, invited: bool = False, private: bool = False):
-        """`invited`: every request must name a session that this process opened; `private`: only names that `issue`
-        gave."""
+        """`invited`: every request must name a session that this process opened; `private`: only names from `issue` are
+        accepted."""
         self.max_tokens, self.held, self.invited, self.private = max_tokens, 0, invited, private
         self._records: OrderedDict[str, SessionRecord] = OrderedDict()
 
@@ -241,7 +245,7 @@ class SessionStore:
 
 
 class TokenNames(dict[int, tuple[str, str]]):
-    """The text of each token in responses, and the same as JSON; unknown ones are decoded when they are needed."""
+    """The text of each token in responses, and the same as JSON, decoded on first use."""
 
     def __init__(self, name: Callable[[int], str]):
         super().__init__()
@@ -254,7 +258,7 @@ class TokenNames(dict[int, tuple[str, str]]):
 
 
 class ChatFormat:
-    """How conversations with the same tools and template settings become tokens, and answers become messages."""
+    """Converts conversations with the same tools and template settings to tokens, and answers to messages."""
 
     def __init__(
         self,
@@ -274,8 +278,9 @@ class ChatFormat:
             self.appending, self.why_not = None, str(error)
 
     def history_keys(self, messages: Sequence[Message]) -> list[bytes]:
-        """A key of each beginning of a conversation: the same where roles, contents, tools and settings are. Ids of
-        calls, reasoning and surrounding white space are left out, because clients change them."""
+        """A key for each prefix of a conversation, from roles, contents, tools and settings. Ids of calls, reasoning
+        and
+        surrounding white space are ignored, because clients change them."""
         key = hashlib.blake2b(_canonical(self._about), digest_size=16)
         keys = [key.digest()]
         for message in messages:
@@ -294,7 +299,7 @@ def _canonical(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A prompt that was made of messages."""
+    """A prompt made from messages."""
 
     ids: list[int]
     before: RecordedTurn | None  # the turn that it continues, token by token
@@ -304,7 +309,7 @@ class ChatPrompt:
 
 
 class ServedPolicy:
-    """The model that is served, as requests see it: its name, tokenizer, context, and chat formats."""
+    """The served model as requests see it: name, tokenizer, context length and chat formats."""
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, defaults: ServerDefaults, max_model_len: int):
         """`max_model_len`: of a prompt with its answer."""
@@ -332,8 +337,7 @@ class ServedPolicy:
         return self.tokenizer.encode(text, add_special_tokens=special, verbose=False)
 
     def chat_prompt(self, messages: list[Message], chat_format: ChatFormat, record: SessionRecord | None) -> ChatPrompt:
-        """The tokens of a conversation. Turns that the record has are in it as they were sampled, with the later
-        messages appended."""
+        """The tokens of a conversation. Recorded turns are included as sampled, with the later messages appended."""
         if sum(len(message["content"]) for message in messages) > self.most_characters:
             raise no_room(self.max_model_len, self.most_characters, "messages")
         if record is not None and chat_format.appending is not None:
@@ -345,7 +349,7 @@ class ServedPolicy:
                     try:
                         tail = chat_format.appending.after(new, before.ended)
                     except UserError:
-                        pass  # the whole conversation may be rendered, or the error be clearer
+                        pass  # rendering the whole conversation may work, or give a clearer error
                     else:
                         return ChatPrompt(before.ids + tail, before, new, messages, chat_format)
         try:
@@ -359,7 +363,7 @@ class ServedPolicy:
             raise InvalidRequest(f"{param} has a token id that is not below {self.defaults.vocabulary}", param)
 
     def max_new_tokens(self, prompt_ids: list[int], param: str) -> int:
-        """How many tokens an answer may have behind this prompt."""
+        """The largest number of tokens of an answer to this prompt."""
         if not prompt_ids:
             raise InvalidRequest(f"{param} has no token; at least one is needed", param)
         self.check_ids(prompt_ids, param)
@@ -379,8 +383,9 @@ class ServedPolicy:
         return texts_of(self.tokenizer, [list(ids)])[0]
 
     def name_all(self) -> None:
-        """Decode every token once, ahead of requests. Slow tokenizers take long, and may refuse ids beyond their
-        vocabulary: they decode what is sampled."""
+        """Decode every token once, before requests. Slow tokenizers take long and may reject ids beyond their
+        vocabulary, so
+        they decode on first use."""
         self.text([0])
         if decodes_fast(self.tokenizer):
             alone = [[token] for token in range(self.defaults.vocabulary)]

@@ -92,7 +92,8 @@ class CachedPrefill:
 
     @cached_property
     def alike(self) -> list[tuple[Tensor, Tensor]]:
-        """Of sequences with a prefix, by length: new tokens in the row [S, new], slots of all tokens [S, whole]."""
+        """Sequences with a prefix, grouped by length: new tokens in the row [S, new], slots of all tokens [S,
+        whole]."""
         groups: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
         for span, slots in zip(self.spans, self.slots):
             if len(slots) > span.length:
@@ -188,7 +189,7 @@ class CachedAttention:
         return self._read(current, query, key, value, layer, arguments)
 
     def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, arguments: Arguments) -> Tensor:
-        """The same for fused layers, which store their keys and values themselves."""
+        """Like `store_and_attend` for fused layers, which store their keys and values themselves."""
         current = self._pass
         if isinstance(current, DecodeMetadata):
             return self._decode_by_kernel(current, query_THD, layer, arguments)
@@ -271,7 +272,7 @@ class AttentionProbe:
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[int, int, int, torch.dtype], Arguments]] = []
-        """Of each call: what it keeps of a token (heads, key width, value width, dtype), and its arguments."""
+        """For each call: the shape of a token's KV (heads, key width, value width, dtype), and its arguments."""
 
     def store_and_attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
         self.calls.append(((key.shape[1], key.shape[-1], value.shape[-1], key.dtype), arguments))

@@ -1,14 +1,14 @@
 """CUDA graphs: decode steps and prefills that are captured once and replayed, and the cache of these graphs.
 
 Decode steps are captured for each padded number of rows. A row of the table holds a sequence's newest token, position,
-number of drawn tokens, seed, limit and pages. A step reads it, samples the next token and advances the row. Within a
+number of sampled tokens, seed, limit and pages. A step reads it, samples the next token and advances the row. Within a
 chunk of steps the host does nothing. A row at its limit or after a stop token writes to page 0 only, and so do padding
-rows. Weights may change in place between calls; `GraphCache` finds out when graphs must be captured again.
+rows. Weights may change in place between calls; `GraphCache` detects when graphs must be captured again.
 
 Prefills are captured for padded sizes, only with fused layers and torch's variable-length attention, which accepts
-sequences of length 0: padding is tokens of no sequence, whose keys go to page 0 and are never seen. Until a size has
-come often enough to be worth capturing, the same work runs eagerly on tensors of the same size: the same kernels, so
-the same numbers.
+sequences of length 0: padding tokens belong to no sequence, and their keys go to page 0, which is never read. Until a
+size has occurred often enough to be worth capturing, the same work runs eagerly on tensors of the same size, with the
+same kernels and so the same numbers.
 """
 
 import logging
@@ -38,7 +38,7 @@ COLUMNS = 5  # before the pages
 
 
 class CaptureFailed(Exception):
-    """The model does something in a step that only the host can do."""
+    """A step of the model cannot be captured, for example because it needs the host."""
 
 
 class DecodeGraphs:
@@ -62,15 +62,15 @@ class DecodeGraphs:
         self.graphs: dict[int, DeviceGraph] = {}
         self.rows: list[SequenceState] = []
         self.arranged: list[SequenceState] = []  # the same in the caller's order
-        self.followed: list[SequenceState] = []  # the same, if the host's table equals the device's
-        self.pages_of: list[list[int]] = []  # of each row: the page list in the table, and
-        self.written: list[int] = []  # how many of its pages are there
+        self.followed: list[SequenceState] = []  # the same, while the host's table equals the device's
+        self.pages_of: list[list[int]] = []  # the page list of each row of the table
+        self.written: list[int] = []  # number of its pages already in the table
 
     def run(
         self, runner: ModelRunner, samples: list[SequenceState], steps: int, meanwhile: Callable[[], None] | None = None
     ) -> tuple[list[SequenceState], SamplerOutput]:
-        """Returns the sequences in the order of the result, and what was sampled [sequences, steps], on the host.
-        `meanwhile` is called while the device works."""
+        """Run decode steps; returns the sequences in the order of the result, and the samples [sequences, steps] on the
+        host. `meanwhile` is called while the device works."""
         self._arrange(samples)
         count = len(self.rows)
         bucket = padded_rows(count)
@@ -90,7 +90,8 @@ class DecodeGraphs:
         return self.rows, SamplerOutput(tokens.t(), log_probs[0], log_probs[1] if len(log_probs) > 1 else None)
 
     def prepare(self, runner: ModelRunner) -> None:
-        """Capture steps of every number of rows, the largest first: the others reuse memory of its pool."""
+        """Capture steps for every padded number of rows, the largest first, so that the others reuse its memory
+        pool."""
         for bucket in sorted({padded_rows(rows + 1) for rows in range(len(self.table))}, reverse=True):
             self._ensure_captured(runner, bucket)
 
@@ -196,12 +197,12 @@ class DecodeGraphs:
 def captured_graph(work: Callable[[], None], pool: tuple[int, int] | None) -> DeviceGraph:
     try:
         return capture_graph(work, pool)
-    except Exception as error:  # of torch, or of a kernel's compiler
+    except Exception as error:  # from torch, or from a kernel's compiler
         raise CaptureFailed(first_line(error)) from error
 
 
 def padded_rows(rows: int) -> int:
-    """Rows, padded to a number that is captured."""
+    """The number of rows, padded to one for which steps are captured."""
     if rows <= 32:
         return 1 << (rows - 1).bit_length()
     step = 32 if rows <= 256 else 64
@@ -211,15 +212,17 @@ def padded_rows(rows: int) -> int:
 # ---- prefill
 
 RUNS_BEFORE_CAPTURE = 2
-"""Eager prefills of a size before it is captured. A capture takes as long as about two of them (a model of 30 layers on
-an H200: 90 ms; a prefill takes 41 to 51 ms eagerly and 6 ms captured). So a size that comes once costs nothing extra,
-and one that comes always costs at most twice as much as if that had been known."""
+"""Eager prefills of a size before it is captured. A capture takes as long as about two of them (30 layers on an H200:
+90
+ms; a prefill takes 41 to 51 ms eagerly and 6 ms captured). So a size that occurs once costs nothing extra, and a
+frequent
+one costs at most twice as much as with capture in advance."""
 
 RUNS_BEFORE_EXACT_FIT = 256
-"""The same if a larger size is captured already: padding more sequences costs at most a few milliseconds."""
+"""The same if a larger size is already captured: padding more sequences costs at most a few milliseconds."""
 
 COMMON_KEY_COUNTS = 2**12, 2**14, MOST_TOGETHER
-"""Padded numbers of keys. All of them are copied, used or not, so few conversations get a smaller size than many."""
+"""Padded numbers of keys. All are copied, used or not, so a few conversations use a smaller size than many."""
 
 MAX_GRAPHS = 128  # of prefills; the least recently used one is evicted
 
@@ -229,7 +232,7 @@ class PrefillSize(NamedTuple):
 
     tokens: int
     sequences: int
-    keys: int  # of all sequences, if some have a cached prefix; else 0
+    keys: int  # of all sequences, if some have a cached prefix; otherwise 0
     longest: int  # keys
 
     @classmethod
@@ -243,14 +246,15 @@ class PrefillSize(NamedTuple):
         return cls(tokens, max(min(tokens, 256), _power(len(own))), keys, longest)
 
     def holds(self, other: "PrefillSize") -> bool:
-        """Whether this size, with the same number of tokens, has room for the other."""
+        """Whether a prefill of the other size fits into this one, with the same number of tokens."""
         same = self.tokens == other.tokens and (self.keys > 0) == (other.keys > 0)
         return same and all(own >= others for own, others in zip(self, other))
 
 
 def common_sizes(most: int, longest: int) -> list[PrefillSize]:
-    """Sizes for unknown requests, in passes of at most `most` tokens, of sequences of at most `longest`: many short
-    prompts, a few longer ones, and prompts with cached prefixes."""
+    """Sizes to capture before requests are known, for passes of at most `most` tokens and sequences of at most
+    `longest`:
+    many short prompts, a few longer ones, and prompts with cached prefixes."""
     sizes = sorted({_rounded(min(tokens, most)) for tokens in (128, 256, 512, *range(1024, most + 1024, 1024))})
     long, found = min(2048, _power(longest)), []
     for tokens in sizes:
@@ -289,14 +293,15 @@ class PrefillGraph:
 
 
 class PrefillGraphs:
-    """Prefills by padded size, captured when a size comes back."""
+    """Prefills by padded size, captured when a size is repeated."""
 
     def __init__(self):
         self.passes: dict[PrefillSize, PrefillGraph] = {}  # captured ones
         self.times: Counter[PrefillSize] = Counter()  # of eager prefills of other sizes
 
     def prefill(self, runner: ModelRunner, texts: list[tuple[list[int], int, list[int]]]) -> Tensor:
-        """Prefill (ids, how many are cached, pages); returns the last hidden state of each [S, D]."""
+        """Prefill sequences given as (ids, number of cached ones, pages); returns the last hidden state of each [S,
+        D]."""
         whole, done = (np.array(numbers) for numbers in zip(*((len(ids), done) for ids, done, _ in texts)))
         own, count = whole - done, len(texts)
         size, prepared = self._prepared(runner, PrefillSize.of(own, whole))
@@ -322,7 +327,9 @@ class PrefillGraphs:
 
     def prepare(self, runner: ModelRunner, most: int, longest: int) -> None:
         """Capture `common_sizes`."""
-        for size in reversed(common_sizes(most, longest)):  # the largest first: the others reuse memory of its pool
+        for size in reversed(
+            common_sizes(most, longest)
+        ):  # the largest first, so that the others reuse its memory pool
             if size not in self.passes:
                 self.passes[size] = made = self._made(runner, size)
                 self._capture(runner, made)
@@ -342,7 +349,7 @@ class PrefillGraphs:
             self.passes[size] = fresh
             if len(self.passes) > MAX_GRAPHS:
                 oldest = next(iter(self.passes))
-                del self.passes[oldest], self.times[oldest]  # it must come back as often again
+                del self.passes[oldest], self.times[oldest]  # it must occur as often again
         return size, fresh
 
     def _used(self, size: PrefillSize) -> PrefillGraph:
@@ -378,7 +385,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphCache:
-    """The graphs captured for a policy, kept between calls while they compute what the policy does."""
+    """The graphs captured for a policy, kept between calls while they are valid."""
 
     def __init__(self, policy: Policy, max_num_seqs: int, *, possible: bool = True):
         self.policy, self.max_num_seqs = policy, max_num_seqs
@@ -388,7 +395,7 @@ class GraphCache:
     def release(self) -> None:
         self.prefills: PrefillGraphs | None = None
         self.decodes: DecodeGraphs | None = None
-        self._by_rows: dict[bool, tuple[SamplingFeatures, DecodeGraphs]] = {}  # by whether they filter
+        self._by_rows: dict[bool, tuple[SamplingFeatures, DecodeGraphs]] = {}  # by whether sampling filters tokens
         self._hold_for: tuple = ()
         self._rule: tuple = ()  # sampling rule of `decodes`
 
@@ -412,7 +419,7 @@ class GraphCache:
         self.possible = False
 
     def decode_graphs(self, cache: KVCache, sampling: SamplingParams, longest: int) -> DecodeGraphs | None:
-        """With one sampling rule for all rows; None if the host takes part in every step."""
+        """Graphs with one sampling rule for all rows; None if sampling needs the host in every step."""
         if not self.possible or sampling.repetition_penalty != 1.0 or sampling.top_log_probs:
             return None
         if self.decodes is None or self._rule != sampling.rule or not self.decodes.holds(longest):
@@ -424,7 +431,7 @@ class GraphCache:
     def decode_graphs_by_row(
         self, cache: KVCache, settings: Sequence[SamplingParams], longest: int
     ) -> DecodeGraphs | None:
-        """With sampling parameters by row, which may change from one chunk to the next."""
+        """Graphs with sampling parameters by row, which may change between chunks."""
         kind = SamplingFeatures.of(settings)
         if not self.possible or not all(can_capture(setting) for setting in settings):
             return None
@@ -438,13 +445,15 @@ class GraphCache:
 
 
 def can_capture(sampling: SamplingParams) -> bool:
-    """Other parameters need tensors of varying size, or results that a graph does not store."""
+    """Whether these parameters can be captured: others need tensors of varying size, or results that graphs do not
+    store."""
     plain = sampling.repetition_penalty == 1 and sampling.top_log_probs == 0
     return plain and not sampling.logit_bias and not sampling.forbidden_tokens
 
 
 def fingerprint(policy: Policy, cache: KVCache) -> tuple:
-    """Changes when graphs become invalid: tensors have other addresses, or adapters are switched. A cache of another
-    size may have the same address."""
+    """A key that changes when graphs become invalid: tensors have other addresses, or adapters are switched. It
+    includes the
+    cache's size, since a cache of another size may have the same address."""
     addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
     return addresses, cache.pages, switches(policy)

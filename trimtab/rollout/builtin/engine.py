@@ -1,4 +1,4 @@
-"""The built-in rollout engine: it generates with the trainer's own weights, in place.
+"""The built-in rollout engine: it generates with the trainer's weights in place.
 
 A session admits waiting requests, prefills new prompts, and samples first tokens. Then it decodes a chunk of steps for
 all running sequences, finishes some, admits others, and repeats. On an accelerator, decode steps and prefills are
@@ -43,7 +43,7 @@ from trimtab.rollout.trajectory import Finish, TopLogprobs, Trajectory
 def append_tokens(
     samples: list[SequenceState], drawn: SamplerOutput, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[tuple[SequenceState, Finish]]:
-    """The sequences that have finished, and their finish reasons."""
+    """Append sampled tokens to the sequences; returns those that have finished, with their finish reasons."""
     tokens, log_probs, plain = drawn.on_host(len(samples))
     steps, number = tokens.shape[1], np.arange(tokens.shape[1])
     remaining = np.array([sample.limit - sample.ids.count for sample in samples])
@@ -116,7 +116,7 @@ class BuiltinSession(TokenSession):
     """An open session. Until it is closed, nothing else may use the policy."""
 
     def __init__(self, engine: "BuiltinEngine", sampling: SamplingParams, prefix_caching: bool):
-        """`prefix_caching`: later requests share the pages of earlier ones."""
+        """`prefix_caching`: later requests reuse the pages of earlier ones."""
         limits = {"vocabulary": engine.policy.head.out_features, "context": engine.context}
         super().__init__(sampling, **limits, owner="model", tokenizer=engine.tokenizer)
         self.engine, self.prefix_caching = engine, prefix_caching
@@ -128,7 +128,7 @@ class BuiltinSession(TokenSession):
         self._address: tuple[int, int, int] | None = None  # of the KV cache that the graphs were checked for
         self.contexts = contextlib.ExitStack()  # open until the session is closed
 
-    # ---- the session as callers see it
+    # ---- the session's interface
 
     def add_samples(
         self, prompt_ids: list[int], partials: Sequence[Trajectory], seed: int, limit: int, sampling: SamplingParams
@@ -142,7 +142,7 @@ class BuiltinSession(TokenSession):
         self._longest = max(self._longest, len(prompt_ids) + limit)
 
     def expect(self, samples: int) -> None:
-        """A KV cache that grows later has another address, and its graphs must be captured again."""
+        """Size the KV cache for this many samples: if it grew later, graphs would have to be captured again."""
         self._expected = max(self._expected, samples)
 
     @torch.no_grad()
@@ -356,7 +356,8 @@ def require_packed(policy: Policy) -> None:
 
 
 class BuiltinEngine(Engine):
-    """Until a stream is exhausted or closed, nothing else may use the policy. If the policy is sharded over processes,
+    """The built-in engine. Until a stream is exhausted or closed, nothing else may use the policy. If the policy is
+    sharded,
     every process must make every call, even without prompts."""
 
     def __init__(
@@ -375,10 +376,10 @@ class BuiltinEngine(Engine):
     ):
         """`max_num_seqs`: sequences that run at once; `kv_tokens`: KV cache size (planned from free memory if not
         given); `max_num_batched_tokens`: prompt tokens of one prefill pass; `weight_only_int8`: see linear.py;
-        `prefix_caching`: the prefix cache also outlives a call, and not only serves within one session. Results then
-        differ in the last bits from those of a full prefill. `eager`: capture no graphs. `tensor`: the processes of the
-        tensor-parallel group. All of them make the same calls and draw the same tokens; what one process decides alone
-        they decide together."""
+        `prefix_caching`: the prefix cache is kept between calls, not only within a session. Results then differ in the
+        last
+        bits from those of a full prefill. `eager`: capture no graphs. `tensor`: the tensor-parallel group. All of its
+        processes make the same calls and sample the same tokens, and take decisions together."""
         require_packed(policy)
         self.policy, self.tokenizer, self.max_num_seqs = policy, tokenizer, max_num_seqs
         self.max_num_batched_tokens, self.prefix_caching = max_num_batched_tokens, prefix_caching
@@ -389,7 +390,7 @@ class BuiltinEngine(Engine):
             # Fused layers read whole weights; with tensor parallelism the modules reduce their partial sums.
             self.fused = None if cut else build_fused_layers(policy, shape, arguments, page_size)
         self.memory = KVCacheManager(shape, page_size, kv_tokens, self.tensor)
-        # With tensor parallelism every layer waits for other processes, which is not tried in a captured graph.
+        # With tensor parallelism every layer has collectives, which are not captured in graphs.
         self.captured = GraphCache(policy, max_num_seqs, possible=not eager and not cut)
         self.exact = shape.dtype == torch.float32 and not weight_only_int8
         self.version = 0
@@ -400,7 +401,7 @@ class BuiltinEngine(Engine):
         self._cached_weights: tuple | None = None  # fingerprint of the weights behind the prefix cache
 
     def session(self, sampling: SamplingParams) -> BuiltinSession:
-        """If the policy is sharded over processes, every process must open a session, and close it."""
+        """Open a session. If the policy is sharded, every process must open and close one."""
         return self._open_session(sampling, True)
 
     def batch_session(self, sampling: SamplingParams) -> BuiltinSession:
@@ -421,25 +422,27 @@ class BuiltinEngine(Engine):
         return session
 
     @property
-    def _cache_outlives_calls(self) -> bool:
-        """Not with sharded weights: gathering them for a call bypasses torch's version counters."""
+    def _keeps_prefix_cache(self) -> bool:
+        """Whether the prefix cache is kept between calls. Not with sharded weights: gathering them bypasses torch's
+        version
+        counters, which detect changes."""
         return self.prefix_caching and not is_sharded(self.policy)
 
     def _ended(self) -> None:
         self._session = None
-        if not self._cache_outlives_calls:
+        if not self._keeps_prefix_cache:
             self.memory.reset_prefix_cache()
 
     def _reset_stale_cache(self) -> None:
-        """Also if weights changed without a call of `weights_changed`."""
-        if self._cache_outlives_calls:
+        """Reset the prefix cache if weights changed, also without a call of `weights_changed`."""
+        if self._keeps_prefix_cache:
             weights = sampled_weights(self.policy)
             if weights != self._cached_weights:
                 self.memory.reset_prefix_cache()
             self._cached_weights = weights
 
     def weights_changed(self, version: int) -> None:
-        """Set the version, and forget cached keys and values of the last one."""
+        """Set the version, and drop cached keys and values of the previous one."""
         self.check_idle("its weights may change when all its answers are taken")
         self.version = version
         self.memory.reset_prefix_cache()

@@ -1,7 +1,7 @@
-"""Fused layers of Llama-like models (Llama, Mistral, Qwen2, Qwen3): few launches, with the modules' own weights.
+"""Fused layers of Llama-like models (Llama, Mistral, Qwen2, Qwen3): few launches, using the modules' weights.
 
-model_runner.py decides which models have them. Linear layers with LoRA and with int8 weights have their own
-kernels; a projection of another kind is called as the module that it is.
+model_runner.py decides which models have them. Linear layers with LoRA and with int8 weights have their own kernels;
+other projections are called as modules.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from trimtab.rollout.builtin.linear import LoraLinear, int8_weights, lora_linear
 
 logger = logging.getLogger(__name__)
 
-ROWS_OF_JOINED_PRODUCTS = 1024  # beyond, each product alone fills the device
+ROWS_OF_JOINED_PRODUCTS = 1024  # above, each product alone fills the device
 CONSTANT = {"default", "linear", "llama3", "yarn"}  # rope types that do not depend on the sequence's length
 
 Angles: TypeAlias = tuple[Tensor, Tensor]
@@ -36,7 +36,7 @@ class FusedLayers:
         self.failed = False
 
     def give_up_after(self, error: Exception) -> bool:
-        """Whether a kernel failed to compile or launch. Then the modules are used from now on."""
+        """Whether a kernel failed to compile or launch. If so, the modules are used from now on."""
         from triton import TritonError
 
         if isinstance(error, TritonError):
@@ -59,14 +59,15 @@ class FusedLayers:
         return cos[0].contiguous(), sin[0].contiguous()
 
     def all_angles(self, positions: int) -> Angles | None:
-        """Those of the first positions; None if they depend on the pass."""
+        """Cosines and sines of the first positions; None if they depend on the pass."""
         embedding = self.backbone.embed_tokens
         if type(embedding) is not nn.Embedding or getattr(self.backbone.rotary_emb, "rope_type", None) not in CONSTANT:
             return None
         return self.angles(torch.arange(positions, device=embedding.weight.device))
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, slot_mapping_T: Tensor, attend) -> Tensor:
-        """Last hidden states [T, D]; `attend(layer, query, key, value, arguments)` sees the cache filled."""
+        """Last hidden states [T, D]; `attend(layer, query, key, value, arguments)` is called after keys and values are
+        stored."""
         stream = self.backbone.embed_tokens(ids_T)
         return self.run_layers(self.all, stream, self.angles(positions_T), cache, slot_mapping_T, attend)
 
@@ -187,7 +188,7 @@ def precompile(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, 
     """Compile the kernels of a layer in parallel, for passes of these numbers of rows.
 
     Triton compiles a kernel at its first launch, in half a second, and a layer has a dozen. With compiled kernels in
-    Triton's disk cache this is a few launches."""
+    Triton's disk cache this takes only a few launches."""
     from trimtab.rollout.builtin.kernels.layer_ops import INTERPRETED
 
     if INTERPRETED:
@@ -208,8 +209,8 @@ def precompile(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, 
 
 @contextlib.contextmanager
 def one_loads_at_a_time() -> Iterator[None]:
-    """A lock around Triton's loading of launchers. Each is a Python module, and all have the same name: two threads
-    that load at once may get each other's."""
+    """Lock Triton's loading of launchers inside the context. Each is a Python module, and all have the same name: two
+    threads that load at once may get each other's."""
     from triton.runtime import driver
 
     active, lock = driver.active, threading.Lock()

@@ -1,9 +1,10 @@
 """Kernels at both ends of a captured decode step: inputs of the layers, sampling, and the advance of the table.
 
 As separate operations, inputs and advance would be thirty tiny launches. A row of the table (cuda_graphs.py): newest
-token, position, tokens drawn, seed, limit, pages. Sampling with only a temperature reads fp32 logits once: the first
-kernel computes maximum and sum of exponentials of each stretch of the vocabulary, the second finds the stretch and the
-token for the sequence's random number. Same rule as sampler.py, same tokens but for the rounding of sums.
+token, position, number of sampled tokens, seed, limit, pages. Sampling with only a temperature reads fp32 logits once:
+the first kernel computes maximum and sum of exponentials of each stretch of the vocabulary, the second finds the
+stretch and the token for the sequence's random number. The rule is that of sampler.py, and so are the tokens, up to
+rounding of sums.
 """
 
 from typing import NamedTuple
@@ -128,7 +129,7 @@ def _stretches(
     peak = tl.max(z, 0)
     place = row * tl.num_programs(0) + stretch
     tl.store(peaks + place, peak)
-    # A NaN must reach the result: max() may pass over it, the sum does not. A stretch may be all minus infinity.
+    # A NaN must reach the result: max() may ignore it, the sum does not. A stretch may be all minus infinity.
     tl.store(sums + place, tl.sum(tl.where(z == float("-inf"), 0.0, tl.exp(z - peak)), 0))
 
 

@@ -1,12 +1,12 @@
 """Fused linear kernels: QKV with rotary positions and KV store, gate and up with SiLU, split-K for small batches.
 
-A launch for each of q, k and v would leave most of the device idle at a few hundred rows; a packed copy of the weights
-would have to follow every optimizer step.
+Separate launches for q, k and v would leave most of the device idle at a few hundred rows; a packed copy of the weights
+would have to be updated after every optimizer step.
 
-With few rows, time is spent reading weights and waiting for other launches. So what follows a product elementwise
-happens in its registers: rotary positions and the KV cache after q, k and v; the gate. Outputs that are too few to fill
-the device are computed as partial sums, which the next norm adds in order. Many steps of the inner dimension are in
-flight at once, and a launch overlaps with the one before it (layer_ops.py).
+With few rows, time is spent reading weights and waiting for other launches. So elementwise work after a product happens
+in its registers: rotary positions and the KV store after q, k and v; the gate. Outputs too few to fill the device are
+computed as partial sums, which the next norm adds in order. Many steps of the inner dimension are in flight at once,
+and a launch overlaps with the previous one (layer_ops.py).
 """
 
 from typing import NamedTuple
@@ -77,7 +77,7 @@ PROGRAMS_OF_LARGE_TILES = 200  # enough to fill the device with tiles of 128 row
 
 
 def can_join(x_TD: Tensor, modules: list[nn.Module]) -> bool:
-    """Plain half-precision Linear modules, alike in bias, of widths that make whole tiles."""
+    """Whether these are plain half-precision Linear modules, all with or without bias, whose widths are whole tiles."""
     return x_TD.dtype in (torch.bfloat16, torch.float16) and all(
         type(module) is nn.Linear
         and "forward" not in vars(module)  # int8 replaces it
@@ -91,7 +91,7 @@ def can_join(x_TD: Tensor, modules: list[nn.Module]) -> bool:
 
 
 def merged_linear(x_TD: Tensor, modules: list[nn.Module]) -> Tensor:
-    """The outputs of three Linear modules side by side."""
+    """The concatenated outputs of three Linear modules."""
     rows, inner = x_TD.shape
     weights, biases = [m.weight for m in modules], [m.bias for m in modules]
     widths = [len(w) for w in weights]
@@ -125,7 +125,7 @@ def _few_rows_product(
     x, weight, row, line_N, begin, share, rows, inner, x_row,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Lines of the weight, given as their places in it, times rows of x [BM, BN]."""
+    """The product of rows of x and lines of the weight, given by their offsets [BM, BN]."""
     k = begin + tl.arange(0, BK)
     left = weight + line_N[:, None] + k[None, :]
     right = x + row.to(tl.int64)[:, None] * x_row + k[None, :]
@@ -241,7 +241,7 @@ def _few_rows_parts(
 
 
 class LinearTiles(NamedTuple):
-    """Tile sizes: rows, lines of weights and inner numbers of one step; parts of the inner dimension."""
+    """Tile sizes: rows, lines of weights and inner numbers of one step; number of parts of the inner dimension."""
 
     rows: int
     lines: int
@@ -249,7 +249,7 @@ class LinearTiles(NamedTuple):
     parts: int
     stages: int
     swapped: bool
-    """The weights are the left factor, whose tiles are at least 64 high."""
+    """Whether the weights are the left factor, whose tiles are at least 64 high."""
 
     def launch(self, inner: int, share: int, device: torch.device) -> dict[str, int | bool]:
         bytes_of_a_step = 2 * (self.rows + self.lines) * self.inner
@@ -261,13 +261,13 @@ class LinearTiles(NamedTuple):
         }  # fmt: skip
 
 
-MOST_ROWS = 64  # of gated products and of parts; beyond, tiles for many rows are better
-MOST_ROWS_OF_HEADS = 1024  # of models less wide than
+MOST_ROWS = 64  # of gated products and of split-K; above, tiles for many rows are faster
+MOST_ROWS_OF_HEADS = 1024  # of models narrower than WIDE
 WIDE = 4096
 
 
 def few_rows_apply(x_TD: Tensor, modules: list[nn.Module], most: int = MOST_ROWS) -> bool:
-    """Few rows, and modules that can be joined."""
+    """Whether the small-batch kernels apply: few rows, and modules that can be joined."""
     return len(x_TD) <= most and x_TD.stride(1) == 1 and x_TD.shape[1] % 16 == 0 and can_join(x_TD, modules)
 
 
@@ -280,8 +280,9 @@ def small_batch_qkv_rope(
     x_TD: Tensor, modules: list[nn.Linear], angles: tuple[Tensor, Tensor], keys: Tensor, values: Tensor,
     slot_mapping_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None, tiles: LinearTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """q, k and v side by side, with rotary positions (after head norms, if the model has them); stores keys and values
-    in one layer's KV cache."""
+    """q, k and v concatenated, with rotary positions (after head norms, if the model has them); stores keys and values
+    in
+    one layer's KV cache."""
     (rows, inner), width = x_TD.shape, angles[0].shape[1]
     counts = [module.out_features // width for module in modules]
     assert keys.stride() == values.stride() and keys.stride(3) == 1 and counts[1] == counts[2]
