@@ -326,10 +326,8 @@ class PrefillGraphs:
         return prepared.hidden_SD[:count].clone()
 
     def prepare(self, runner: ModelRunner, most: int, longest: int) -> None:
-        """Capture `common_sizes`."""
-        for size in reversed(
-            common_sizes(most, longest)
-        ):  # the largest first, so that the others reuse its memory pool
+        """Capture `common_sizes`, the largest first, so that the others reuse its memory pool."""
+        for size in reversed(common_sizes(most, longest)):
             if size not in self.passes:
                 self.passes[size] = made = self._made(runner, size)
                 self._capture(runner, made)
