@@ -11,7 +11,7 @@ import pytest
 
 from tests.examples.test_examples import EXAMPLES, run
 from tests.rewards.running import running
-from trimtab.config.paddlenlp_aliases import with_config
+from trimtab.config.job_file import with_config
 from trimtab.config.parser import parse
 from trimtab.config.rl_jobs import AnyRLOptions
 from trimtab.embedded import knights_task

@@ -1,7 +1,7 @@
 """`trimtab rl --config FILE` under the name that PaddleNLP's documents give it: `python -m trimtab.cli.run_rl FILE`."""
 
 from trimtab.cli.main import job_main
-from trimtab.config.paddlenlp_aliases import with_config
+from trimtab.config.job_file import with_config
 
 main = job_main("rl", with_config)
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trimtab.config.paddlenlp_aliases import with_config
 from trimtab.errors import UserError
 
 LAUNCHERS = ("deepspeed", "torchrun")
@@ -84,6 +83,11 @@ def read_command(words: Sequence[str], verbs: dict[str, str]) -> Command:
     if module == "trimtab.cli.run_rl":
         module, rest = verbs["rl"], with_config(rest)
     return Command(module, tuple(_options(rest)))
+
+
+def with_config(words: Sequence[str]) -> list[str]:
+    """The words of PaddleNLP's run_rl, which may begin with a file, as those of `trimtab rl`."""
+    return ["--config", *words] if words and not words[0].startswith("-") else list(words)
 
 
 def _options(words: list[str]) -> list[tuple[str, tuple[str, ...]]]:

@@ -7,15 +7,13 @@ alone: names that both sides have need not mean the same. docs/paddlenlp.md show
 
 import difflib
 import math
-import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from trimtab.config.option import find, plain
-from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.training_options import Origin
 from trimtab.errors import UserError
 
@@ -39,13 +37,15 @@ def same(name: str, option: str, kind: type, absent: Any = None) -> Key:
     return Key(name, kind, absent, f"`--{option}`", option=option)
 
 
-def noted(name: str, why: str, kind: type = str) -> Key:
-    return Key(name, kind, None, why, noted=True)
+def noted(*names: str, why: str, kind: type = str) -> list[Key]:
+    return [Key(name, kind, None, why, noted=True) for name in names]
 
 
 KERNELS = "Paddle's kernels, for which PyTorch has its own"
 CASTING = "nothing is cast on the way here; with `--bf16` weights are bf16, their masters and gradient sums fp32"
-SHOWN = "times and progress are always measured here"
+
+_SHARED = {"lr_scheduler_type": str, "weight_decay": float, "warmup_ratio": float, "recompute": bool}
+_SHARED |= {"recompute_granularity": str}  # what the critic has in common with the policy
 
 SECTIONS: dict[str, tuple[Key, ...]] = {
     "Method, models and rewards": (
@@ -64,9 +64,8 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("report_to", list, "visualdl", "`--use_visualdl`, `--use_tensorboard`, `--use_wandb`"),
         Key("wandb_http_proxy", str, None, "`--wandb_http_proxy`, where report_to has wandb"),
         Key("run_name", str, None, "`--wandb_run_name`, also in TensorBoard and VisualDL"),
-        noted("logging_strategy", "logging_steps counts"),
-        noted("disable_tqdm", SHOWN, bool),
-        noted("skip_profile_timer", SHOWN, bool),
+        *noted("logging_strategy", why="logging_steps counts"),
+        *noted("disable_tqdm", "skip_profile_timer", why="times and progress are always measured here", kind=bool),
     ),
     "Data": (
         same("train_datasets", "prompt_data", str),
@@ -83,11 +82,11 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("sequence_parallel", bool, False, "nothing: cut layers keep whole rows between them; only memory differs"),
         Key("sharding", list, None, "`--zero_stage` 1, 2, 3, empty 0; offload: `--adam_offload`"),
         Key("sharding_parallel_degree", int, -1, "`--shard_size`; -1: all processes; 1: `--zero_stage 0`"),
-        noted("sharding_parallel_config", "gradients are always exchanged while the backward pass goes on", list),
+        *noted("sharding_parallel_config", why="gradients are always exchanged during the backward pass", kind=list),
         Key("pipeline_parallel_degree", int, 1, "above 1 is refused: use tensor_parallel_degree and sharding"),
         Key("virtual_pp_degree", int, 1, "above 1 is refused"),
         Key("rollout_tensor_parallel_degree", int, -1, "tensor_parallel_degree, or it is refused"),
-        noted("data_parallel_degree", "it follows from the number of processes", int),
+        *noted("data_parallel_degree", why="it follows from the number of processes", kind=int),
     ),
     "Rollouts": (
         same("max_prompt_len", "prompt_max_len", int, 4096),
@@ -114,8 +113,8 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         same("per_device_logprob_batch_size", "micro_logprob_batch_size", int),
         Key("per_device_reward_batch_size", int, None, "`--micro_reward_batch_size`, of a reward model"),
         Key("per_device_value_batch_size", int, None, "`--micro_value_batch_size` (ppo)"),
-        noted("per_device_rollout_batch_size", "rollout_max_num_seqs are written at once", int),
-        noted("gradient_accumulation_steps", "it follows from the batch sizes, and is printed", int),
+        *noted("per_device_rollout_batch_size", why="rollout_max_num_seqs are written at once", kind=int),
+        *noted("gradient_accumulation_steps", why="it follows from the batch sizes, and is printed", kind=int),
         Key("num_train_epochs", float, 1.0, "`--num_episodes`, unless max_steps says how long"),
         Key("max_steps", int, -1, "`--max_steps`, in iterations, with as many episodes as it takes"),
         Key("max_length", int, None, "at least max_prompt_len + max_dec_len; no cut here"),
@@ -132,34 +131,25 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         same("max_grad_norm", "max_norm", float, 1.0),
         Key("critic_learning_rate", float, None, "`--critic_learning_rate` (ppo); unset: learning_rate"),
         Key("critic_min_learning_rate", float, None, "the policy's share of the peak, or it is refused (ppo)"),
-        Key("critic_lr_scheduler_type", str, None, "lr_scheduler_type, or it is refused (ppo)"),
-        Key("critic_weight_decay", float, None, "weight_decay, or it is refused (ppo)"),
-        Key("critic_warmup_ratio", float, None, "warmup_ratio, or it is refused (ppo)"),
-        Key("critic_recompute", bool, None, "recompute, or it is refused (ppo)"),
-        Key("critic_recompute_granularity", str, None, "recompute_granularity, or it is refused (ppo)"),
+        *(Key(f"critic_{name}", kind, None, f"{name}, or it is refused (ppo)") for name, kind in _SHARED.items()),
         Key("save_steps", int, 500, "`--save_steps`, in iterations"),
         Key("save_strategy", str, "steps", "no: `--save_steps -1`; epoch is refused: give save_steps"),
         same("save_total_limit", "max_ckpt_num", int, 1_000_000),
-        noted("unified_checkpoint", "a checkpoint made here loads in any layout", bool),
-        noted("overwrite_output_dir", "a finished run in output_dir is set aside; `--overwrite` replaces it", bool),
-        noted("resume_from_checkpoint", "`--load_checkpoint` on the command line goes on from a checkpoint"),
+        *noted("unified_checkpoint", why="a checkpoint made here loads in any layout", kind=bool),
+        *noted("overwrite_output_dir", why="a finished run there is set aside; `--overwrite` replaces it", kind=bool),
+        *noted("resume_from_checkpoint", why="`--load_checkpoint` on the command line goes on from a checkpoint"),
         Key("ignore_save_lr_and_optim", bool, False, "weights alone: `--disable_ds_ckpt --save_hf_ckpt`"),
     ),
     "Objective": (
         Key("kl_coeff", float, 0.02, "`--init_kl_coef`, a k1 in the reward (ppo, reinforce_plus_plus)"),
         Key("kl_loss_coeff", float, 0.001, "`--init_kl_coef --use_kl_loss --kl_estimator k3` (grpo)"),
         same("pg_loss_coeff", "policy_loss_coef", float, 1.0),
-        noted("ptx_coeff", "the data for it come with `--pretrain_data` and `--ptx_coef` on the command line", float),
-        Key("entropy_coeff", float, None, "`--entropy_loss_coef`; 0: measured, not trained"),
+        *noted("ptx_coeff", why="give `--pretrain_data` and `--ptx_coef` on the command line", kind=float),
+        same("entropy_coeff", "entropy_loss_coef", float),
         Key("clip_range_ratio", float, 0.2, "`--eps_clip`"),
         Key("clip_range_ratio_low", float, None, "`--eps_clip_low_high`, the first; unset: clip_range_ratio"),
         Key("clip_range_ratio_high", float, None, "`--eps_clip_low_high`, the second; unset: clip_range_ratio"),
-        Key(
-            "clip_range_score",
-            float,
-            10.0,
-            "`--reward_clip_range` to both sides; in grpo `--kl_clip`, and no reward clip",
-        ),
+        Key("clip_range_score", float, 10.0, "`--reward_clip_range` to both sides; in grpo `--kl_clip` alone"),
         Key("clip_range_value", float, 5.0, "`--value_clip`, around the old value (ppo)"),
         Key("enable_overlong_reward_buffer", bool, False, "the two below are used"),
         Key("overlong_reward_buffer", int, 256, "`--overlong_buffer_len`"),
@@ -172,53 +162,38 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("do_eval", bool, False, "greedy, once: `--eval_temperature 0 --eval_n_samples_per_prompt 1`"),
         Key("evaluation_strategy", str, "no", "steps; epoch, no: `--eval_steps -1`, at start and end"),
         Key("eval_steps", int, None, "`--eval_steps`, in iterations; unset: logging_steps"),
-        noted("per_device_eval_batch_size", "rollout_max_num_seqs are written at once, here too", int),
+        *noted("per_device_eval_batch_size", why="rollout_max_num_seqs are written at once, here too", kind=int),
     ),
     "Memory and precision": (
         Key("use_flash_attention", bool, False, "always: the best exact attention of the device"),
         Key("recompute", bool, False, "`--gradient_checkpointing`"),
         Key("recompute_granularity", str, "full", "full; others: `--gradient_checkpointing_keep products`"),
-        noted("recompute_use_reentrant", "both forms compute the same", bool),
+        *noted("recompute_use_reentrant", why="both forms compute the same", kind=bool),
         same("bf16", "bf16", bool, False),
         Key("fp16", bool, False, "true is refused: use bf16"),
         Key("fp16_opt_level", str, "O1", "with bf16 O1, O2: `--bf16`, O0: fp32; O2 alone is refused"),
-        noted("amp_master_grad", CASTING, bool),
-        noted("amp_custom_black_list", CASTING, list),
-        noted("amp_custom_white_list", CASTING, list),
-        noted("use_fused_rms_norm", KERNELS, bool),
-        noted("use_fused_rope", KERNELS, bool),
-        noted("use_fused_head_and_loss_fn", KERNELS, bool),
-        noted("use_fused_linear", KERNELS, bool),
-        noted("fused_linear", KERNELS, bool),
+        *noted("amp_master_grad", why=CASTING, kind=bool),
+        *noted("amp_custom_black_list", "amp_custom_white_list", why=CASTING, kind=list),
+        *noted("use_fused_rms_norm", "use_fused_rope", "use_fused_head_and_loss_fn", why=KERNELS, kind=bool),
+        *noted("use_fused_linear", "fused_linear", why=KERNELS, kind=bool),
         Key("offload_level", list, None, "freeze_model: `--ref_reward_offload`; others: `--deepspeed_enable_sleep`"),
         Key("offload_optim", bool, False, "`--adam_offload`"),
-        noted("release_grads", "gradients are always given back after a step", bool),
-        noted("FLAGS_*", KERNELS),
+        *noted("release_grads", why="gradients are always given back after a step", kind=bool),
+        *noted("FLAGS_*", why=KERNELS),
     ),
 }
 
 KEYS = {key.name: key for keys in SECTIONS.values() for key in keys}
-FLAGS = "FLAGS_"
-"""How Paddle's own switches begin; most are set in the environment, where they do no harm either."""
 
 
 def found(name: str) -> Key | None:
-    """The entry of a key as a file has it."""
-    return KEYS["FLAGS_*"] if name.startswith(FLAGS) else KEYS.get(name)
+    """The entry of a key as a file has it. Paddle's switches begin with FLAGS_."""
+    return KEYS["FLAGS_*"] if name.startswith("FLAGS_") else KEYS.get(name)
 
 
 def options_named(key: Key) -> list[str]:
     """The options of ours that a key may set."""
     return re.findall(r"--(\w+)", key.here)
-
-
-def told_of_key(name: str, known: Container[str]) -> str | None:
-    """What a key is here, for who puts it on the command line of a job that has the options `known`."""
-    key = KEYS.get(name)
-    if key is None or "rollout_batch_size" not in known:
-        return None
-    here = key.here.replace("`", "")
-    return f"PaddleNLP's {name} is {here}" if "--" in here else f"{name} is a key of PaddleNLP's file ({here})"
 
 
 def table() -> str:
@@ -236,7 +211,7 @@ def table() -> str:
 
 
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # ---- a file, key by key
@@ -249,8 +224,10 @@ class PaddleFile:
     """The values of a file by key, with PaddleNLP's own where it has none; a mistake names file and line."""
 
     def __init__(self, job_class: type, path: str, entries: Sequence[Entry], on_the_line: Mapping[str, Any]):
-        self.path, self.on_the_line = path, on_the_line
+        self.path, self.on_the_line = path, on_the_line  # options of the command line, which wins
         self.lines: dict[str, int] = {}
+        self.notes: list[str] = []  # what there is to say about how the file was read
+        self.note = self.notes.append
         self._values: dict[str, Any] = {}
         for line, name, value in entries:
             where = f"{path} line {line}"
@@ -278,9 +255,7 @@ class PaddleFile:
 
     def refuse(self, name: str, why: str) -> NoReturn:
         where = f"{self.path} line {self.lines[name]}" if name in self.lines else self.path
-        value = self[name]
-        shown = " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else value
-        raise UserError(f"{where}: {name} {'is missing' if value is None else shown}: {why}")
+        raise UserError(f"{where}: {name} {'is missing' if self[name] is None else _shown(self[name])}: {why}")
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -307,7 +282,7 @@ class PaddleFile:
         return mini if mini > 0 else max(1, self.now("global_batch_size"))
 
     def iterations(self, name: str) -> int:
-        """So many of PaddleNLP's steps, in rollouts."""
+        """This number of PaddleNLP's steps, in rollouts."""
         return math.ceil(self[name] / self.updates)
 
 
@@ -341,23 +316,33 @@ _MARKS = {"rl_algorithm", "actor_model_name_or_path", "use_rm_server", "train_da
 """Keys that no file of ours has: one of them makes a file PaddleNLP's."""
 _ESTIMATORS = {"grpo": "group_norm", "reinforce_plus_plus": "reinforce", "ppo": "gae"}
 _REWARDS = ("reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier", "replay")
-_STAGES = {"stage1": 1, "stage2": 2, "stage3": 3}
+_STAGES = {"stage1": 1, "stage2": 2, "stage3": 3, "offload": 0}
 _KEPT = {"full": "nothing", "full_attn": "products", "core_attn": "products"}
-_OFFLOADED = ("freeze_model", "train_model", "optimizer")
 _COUNTS = (
     *("global_batch_size", "rollout_n", "update_iters", "logging_steps", "save_steps", "eval_steps"),
     *(f"per_device_{what}_batch_size" for what in ("train", "logprob", "reward", "value")),
 )
 _LOGGERS = ("visualdl", "tensorboard", "wandb")
-_UNCLIPPED = (-1e9, 1e9)
+_NO_PIPELINES = "there are no pipelines here; use tensor_parallel_degree and sharding"
+_ALLOWED: dict[str, tuple[Collection[Any], str]] = {
+    "rl_algorithm": (_ESTIMATORS, f"it must be one of {', '.join(_ESTIMATORS)}"),
+    "do_train": ((True,), "this command trains; leave it out"),
+    "report_to": (("all", "none", *_LOGGERS), ""),
+    "pipeline_parallel_degree": (range(-1, 2), _NO_PIPELINES),
+    "virtual_pp_degree": (range(-1, 2), _NO_PIPELINES),
+    "sharding": (_STAGES, ""),
+    "rollout_quant_type": (("weight_only_int8",), "it must be weight_only_int8 or empty"),
+    "quant_type": (("weight_only_int8",), "it must be weight_only_int8 or empty"),
+    "save_strategy": (("steps", "no"), "give steps and save_steps, or no"),
+    "evaluation_strategy": (("steps", "epoch", "no"), "it must be steps, epoch or no"),
+    "fp16": ((False,), "use bf16, which needs no loss scaling"),
+    "fp16_opt_level": (("O0", "O1", "O2"), "it must be O0, O1 or O2"),
+    "offload_level": (("freeze_model", "train_model", "optimizer"), ""),
+}
+"""The values, or the words of a list, that a key may have, and what is said of others."""
 _ALWAYS = ("balance_batch", "use_remove_padding", "use_flash_attention", "use_fp32_compute")
 
 Chosen = dict[str, Any]
-
-
-def with_config(words: Sequence[str]) -> list[str]:
-    """The words of PaddleNLP's run_rl, which may begin with a file, as those of `trimtab rl`."""
-    return ["--config", *words] if words and not words[0].startswith("-") else list(words)
 
 
 def is_paddle(entries: Sequence[Entry]) -> bool:
@@ -368,43 +353,17 @@ def is_paddle(entries: Sequence[Entry]) -> bool:
 def in_our_words(
     job_class: type, path: str, entries: Sequence[Entry], on_the_line: Mapping[str, Any]
 ) -> tuple[Chosen, list[str], tuple[Origin, ...]]:
-    """The options that a file asks for, what there is to say about it, and where each option comes from.
-    `on_the_line`: what the command line has, which wins."""
+    """The options that a file asks for, what there is to say about it, and where each option comes from."""
     file = PaddleFile(job_class, path, entries, on_the_line)
     options = {key.option: file[key.name] for key in KEYS.values() if key.option and file[key.name] is not None}
-    notes = list(_without_meaning(file))
-    for part in (
-        _counts,
-        _method,
-        _rewards,
-        _loggers,
-        _data,
-        _layout,
-        _sampling,
-        _steps,
-        _optimiser,
-        _objective,
-        _memory,
-    ):
-        notes += part(file, options)
-    return options, notes, file.origins
+    _note_without_meaning(file)
+    _refuse_values(file)
+    for rule in (_method, _rewards, _loggers, _data, _layout, _sampling, _steps, _optimiser, _objective, _memory):
+        rule(file, options)
+    return options, file.notes, file.origins
 
 
-def accumulation(options: RLOptions) -> Iterator[str]:
-    """How many passes a process makes for an optimiser step: PaddleNLP derives that, and so do we."""
-    group, micro = options.n_samples_per_prompt, options.micro_train_batch_size
-    if min(group, micro, options.ring_attn_size, options.ds_tensor_parallel_size) < 1:
-        return  # of the command line, which is checked after this
-    answers = min(options.train_batch_size, options.rollout_batch_size * group)
-    processes = options.data_parts(int(os.environ.get("WORLD_SIZE", options.processes)))
-    passes = math.ceil(answers / (micro * processes))
-    shared = "1 data-parallel process" if processes == 1 else f"{processes} data-parallel processes"
-    yield (
-        f"gradient accumulation {passes}: {answers // group} prompts x {group} answers / {micro} in a pass / {shared}"
-    )
-
-
-def _without_meaning(file: PaddleFile) -> Iterator[str]:
+def _note_without_meaning(file: PaddleFile) -> None:
     """A line for each reason, with the keys that have no meaning for it."""
     reasons: dict[str, list[str]] = {}
     for name in file.lines:
@@ -412,56 +371,55 @@ def _without_meaning(file: PaddleFile) -> Iterator[str]:
         if key is not None and key.noted:
             reasons.setdefault(key.here, []).append(name)
     for why, names in reasons.items():
-        yield f"{', '.join(names)}: {why.replace('`', '')}"
+        file.note(f"{', '.join(names)}: {why.replace('`', '')}")
     if off := [name for name in _ALWAYS if file.says(name) and not file[name]]:
-        yield f"{', '.join(off)} false: always done here"
+        file.note(f"{', '.join(off)} false: always done here")
 
 
-# ---- keys that are read together: each function adds to the options and tells what there is to say
-
-
-def _counts(file: PaddleFile, options: Chosen) -> Iterable[str]:
+def _refuse_values(file: PaddleFile) -> None:
     for name in _COUNTS:
         if file[name] is not None and file[name] < 1:
             file.refuse(name, "it must be at least 1")
-    return ()
+    for name, (allowed, why) in _ALLOWED.items():
+        value = file[name]
+        for one in value if isinstance(value, list) else [value] if value is not None else []:
+            if one not in allowed:
+                file.refuse(name, why or f"{one} is none of {', '.join(allowed)}")
 
 
-def _method(file: PaddleFile, options: Chosen) -> Iterator[str]:
-    if file.method not in _ESTIMATORS:
-        file.refuse("rl_algorithm", f"it must be one of {', '.join(_ESTIMATORS)}")
+# ---- keys that are read together: each rule adds to the options and to the file's notes
+
+
+def _method(file: PaddleFile, options: Chosen) -> None:
     if not file.says("rl_algorithm"):
-        yield f"rl_algorithm is not in the file: {file.method}, as in PaddleNLP"
-    if not file["do_train"]:
-        file.refuse("do_train", "this command trains; leave it out")
+        file.note(f"rl_algorithm is not in the file: {file.method}, as in PaddleNLP")
     options["advantage_estimator"] = _ESTIMATORS[file.method]
     if file.method != "ppo":
         critics = [name for name in file.lines if name.startswith("critic_") and file.says(name)]
         if critics:
-            yield f"{', '.join(critics)}: {file.method} has no critic"
+            file.note(f"{', '.join(critics)}: {file.method} has no critic")
         return
-    yield "ppo's lambda is that of --lambd, 1 if it is not given: no key says it"
+    file.note("ppo's lambda is that of --lambd, 1 if it is not given: no key says it")
     options["critic_learning_rate"] = file["critic_learning_rate"] or file["learning_rate"]
-    _copy(
-        file, options, critic_model_name_or_path="critic_pretrain", per_device_value_batch_size="micro_value_batch_size"
-    )
+    _copy(file, options, critic_model_name_or_path="critic_pretrain")
+    _copy(file, options, per_device_value_batch_size="micro_value_batch_size")
     options["value_clip"] = file["clip_range_value"]
-    for name in ("lr_scheduler_type", "weight_decay", "warmup_ratio", "recompute", "recompute_granularity"):
+    for name in _SHARED:
         if file.says(f"critic_{name}") and file[f"critic_{name}"] != file[name]:
             file.refuse(f"critic_{name}", f"the critic shares the policy's {name}, which is {file[name]}")
 
 
-def _rewards(file: PaddleFile, options: Chosen) -> Iterator[str]:
+def _rewards(file: PaddleFile, options: Chosen) -> None:
     model, server = file["reward_model_name_or_path"], file["reward_server"]
     if instead := [name for name in _REWARDS if name in file.on_the_line]:
         if server and instead != ["remote_rm_url"]:
-            yield f"reward_server {server} is not asked: --{instead[0]} of the command line takes its place"
+            file.note(f"reward_server {server} is not asked: --{instead[0]} of the command line takes its place")
     elif file["use_rm_server"]:
         if server is None:
             file.refuse("reward_server", "use_rm_server is true; give its address, such as http://127.0.0.1:8731")
         options["remote_rm_url"] = server
         if model:
-            yield f"reward_model_name_or_path {model} is not used: use_rm_server is true"
+            file.note(f"reward_model_name_or_path {model} is not used: use_rm_server is true")
     elif model:
         options["reward_pretrain"] = model
         _copy(file, options, per_device_reward_batch_size="micro_reward_batch_size")
@@ -471,17 +429,15 @@ def _rewards(file: PaddleFile, options: Chosen) -> Iterator[str]:
         file.refuse("reward_model_name_or_path", "use_rm_server is false, so a reward model is needed")
 
 
-def _loggers(file: PaddleFile, options: Chosen) -> Iterator[str]:
+def _loggers(file: PaddleFile, options: Chosen) -> None:
     named = file["report_to"]
-    if unknown := [name for name in named if name not in (*_LOGGERS, "all", "none")]:
-        file.refuse("report_to", f"{unknown[0]} is none of all, none, {', '.join(_LOGGERS)}")
     wanted = [name for name in _LOGGERS if name in named or "all" in named]
     if "all" in named or not file.says("report_to"):
         # Nobody has named these: what is not installed is not missed.
         absent = [name for name in wanted if find_spec(name) is None]
         wanted = [name for name in wanted if name not in absent]
         if absent:
-            yield f"report_to {' '.join(named)}: {', '.join(absent)} is not installed, and metrics.jsonl has everything"
+            file.note(f"report_to {' '.join(named)}: {', '.join(absent)} is not installed; metrics.jsonl has all")
     folder = file["logging_dir"] or f"{file['output_dir'] or '.'}/runs"
     options |= {f"use_{name}": folder for name in wanted if name != "wandb"}
     if "wandb" in wanted:
@@ -491,7 +447,7 @@ def _loggers(file: PaddleFile, options: Chosen) -> Iterator[str]:
         _copy(file, options, run_name="wandb_run_name")
 
 
-def _data(file: PaddleFile, options: Chosen) -> Iterator[str]:
+def _data(file: PaddleFile, options: Chosen) -> None:
     options["truncate_prompts"] = True
     if "reward_pretrain" not in options:
         options["label_key"] = file["response_key"]
@@ -503,23 +459,18 @@ def _data(file: PaddleFile, options: Chosen) -> Iterator[str]:
     if longest < together:
         file.refuse("max_length", f"it must be above max_prompt_len + max_dec_len, which is {together}")
     if longest == together:
-        yield f"max_length {longest} is max_prompt_len + max_dec_len, and PaddleNLP asks for more: nothing is cut here"
+        file.note(f"max_length {longest} is max_prompt_len + max_dec_len, PaddleNLP asks for more: nothing is cut here")
 
 
-def _layout(file: PaddleFile, options: Chosen) -> Iterator[str]:
-    for name in ("pipeline_parallel_degree", "virtual_pp_degree"):
-        if file[name] > 1:
-            file.refuse(name, "there are no pipelines here; use tensor_parallel_degree and sharding")
+def _layout(file: PaddleFile, options: Chosen) -> None:
     tensor = max(1, file["tensor_parallel_degree"])
     options["ds_tensor_parallel_size"] = tensor
     if file["rollout_tensor_parallel_degree"] not in (-1, tensor):
         file.refuse("rollout_tensor_parallel_degree", f"the trained weights sample, in {tensor} parts")
     if file["sequence_parallel"] and tensor > 1:
-        yield "sequence_parallel: layers that are cut keep whole rows between them; only memory differs"
+        file.note("sequence_parallel: layers that are cut keep whole rows between them; only memory differs")
     words, degree = file["sharding"] or [], file["sharding_parallel_degree"]
-    if unknown := [word for word in words if word not in (*_STAGES, "offload")]:
-        file.refuse("sharding", f"{unknown[0]} is none of {', '.join(_STAGES)} and offload")
-    stage = max((_STAGES.get(word, 0) for word in words), default=0)
+    stage = max((_STAGES[word] for word in words), default=0)
     options["zero_stage"] = 0 if degree == 1 else stage
     if options["zero_stage"] and degree > 1:
         options["shard_size"] = degree
@@ -527,31 +478,25 @@ def _layout(file: PaddleFile, options: Chosen) -> Iterator[str]:
         options["adam_offload"] = True
 
 
-def _sampling(file: PaddleFile, options: Chosen) -> Iterable[str]:
-    for name in ("rollout_quant_type", "quant_type"):
-        if file[name] not in (None, "weight_only_int8"):
-            file.refuse(name, "it must be weight_only_int8 or empty")
-        if file[name]:
-            options["weight_only_int8"] = True
+def _sampling(file: PaddleFile, options: Chosen) -> None:
+    if file["rollout_quant_type"] or file["quant_type"]:
+        options["weight_only_int8"] = True
     if not file["dynamic_sampling"]:
-        return ()
+        return
     options |= {"dynamic_filtering": True, "dynamic_filtering_rule": "differing"}
     if file["global_gen_batch_size"] > 0:
         options["vllm_generate_batch_size"] = file["global_gen_batch_size"]
     if file["max_gen_batches"] > 0:
         options["dynamic_filtering_batches"] = file["max_gen_batches"]
-    return ()
 
 
-def _steps(file: PaddleFile, options: Chosen) -> Iterator[str]:
+def _steps(file: PaddleFile, options: Chosen) -> None:
     """Batches, and what is counted in steps: PaddleNLP's are optimiser steps, ours rollouts with all their updates."""
     micro = file["per_device_train_batch_size"]
     options |= {"micro_train_batch_size": micro, "micro_rollout_batch_size": micro}
     options["train_batch_size"] = file.prompts_at_once * file.now("rollout_n")
     options["logging_steps"] = file.iterations("logging_steps")
     counted = ["logging_steps"]
-    if file["save_strategy"] not in ("steps", "no"):
-        file.refuse("save_strategy", "give steps and save_steps, or no")
     if file["save_strategy"] == "steps":
         options["save_steps"] = file.iterations("save_steps")
         counted.append("save_steps")
@@ -562,17 +507,15 @@ def _steps(file: PaddleFile, options: Chosen) -> Iterator[str]:
         options["max_steps"] = options["num_episodes"] = file.iterations("max_steps")
         counted.append("max_steps")
         if file.says("num_train_epochs"):
-            yield f"max_steps {file['max_steps']} says how long, and not num_train_epochs, as in PaddleNLP"
+            file.note(f"max_steps {file['max_steps']} says how long, and not num_train_epochs, as in PaddleNLP")
     elif file["num_train_epochs"] < 1 or file["num_train_epochs"] % 1:
         file.refuse("num_train_epochs", "give a whole number of at least 1, or max_steps")
     else:
         options["num_episodes"] = int(file["num_train_epochs"])
     strategy, evaluated = file["evaluation_strategy"], file.on_the_line.get("eval_dataset", file["eval_datasets"])
-    if strategy not in ("steps", "epoch", "no"):
-        file.refuse("evaluation_strategy", "it must be steps, epoch or no")
     wanted = file["do_eval"] or strategy != "no"
     if wanted and not evaluated:
-        yield "nothing is evaluated: there are no eval_datasets"
+        file.note("nothing is evaluated: there are no eval_datasets")
     elif wanted:
         options |= {"eval_dataset": evaluated, "eval_temperature": 0.0, "eval_n_samples_per_prompt": 1}
         if strategy == "steps":
@@ -582,10 +525,10 @@ def _steps(file: PaddleFile, options: Chosen) -> Iterator[str]:
     if file.updates > 1:
         said = ", ".join(f"{name} {file[name]}" for name in dict.fromkeys(counted))
         made = ", ".join(str(file.iterations(name)) for name in dict.fromkeys(counted))
-        yield f"PaddleNLP counts each of an iteration's {file.updates} updates as a step: {said} are {made} iterations"
+        file.note(f"PaddleNLP counts each of {file.updates} updates as a step: {said} are {made} iterations")
 
 
-def _optimiser(file: PaddleFile, options: Chosen) -> Iterable[str]:
+def _optimiser(file: PaddleFile, options: Chosen) -> None:
     options["adam_betas"] = (file["adam_beta1"], file["adam_beta2"])
     if file["warmup_steps"] > 0:
         if file["max_steps"] <= 0:
@@ -605,43 +548,36 @@ def _optimiser(file: PaddleFile, options: Chosen) -> Iterable[str]:
         share = options.get("min_lr_ratio", 0.0)
         if not math.isclose(lowest, share * options["critic_learning_rate"]):
             file.refuse("critic_min_learning_rate", f"the critic ends at the policy's share of the peak, {share:g}")
-    return ()
 
 
-def _objective(file: PaddleFile, options: Chosen) -> Iterator[str]:
+def _objective(file: PaddleFile, options: Chosen) -> None:
     grouped, bound = file.method == "grpo", file["clip_range_score"]
     if bound <= 0:
         file.refuse("clip_range_score", "it must be above 0")
     weight, other = ("kl_loss_coeff", "kl_coeff") if grouped else ("kl_coeff", "kl_loss_coeff")
     options["init_kl_coef"] = file[weight]
-    options["reward_clip_range"] = _UNCLIPPED if grouped else (-bound, bound)
+    options["reward_clip_range"] = (-1e9, 1e9) if grouped else (-bound, bound)
     if grouped and file[weight]:
         options |= {"use_kl_loss": True, "kl_estimator": "k3", "kl_clip": bound}
     if file.says(other) and file[other]:
-        yield f"{other} is not {file.method}'s, which has {weight}, as in PaddleNLP"
-    _copy(file, options, entropy_coeff="entropy_loss_coef")
-    both = file["clip_range_ratio"]
-    ends = [f"clip_range_ratio_{end}" for end in ("low", "high")]
-    low, high = (file[end] if file.says(end) else both for end in ends)
+        file.note(f"{other} is not {file.method}'s, which has {weight}, as in PaddleNLP")
+    ends = (f"clip_range_ratio_{end}" for end in ("low", "high"))
+    low, high = (file[end] if file.says(end) else file["clip_range_ratio"] for end in ends)
     options |= {"eps_clip": low} if low == high else {"eps_clip_low_high": (low, high)}
     if file["enable_overlong_reward_buffer"]:
         options["overlong_buffer_len"] = file["overlong_reward_buffer"]
         options["overlong_penalty_factor"] = file["overlong_penalty_factor"]
     asked = [name for name in ("normalize_reward", "normalize_advantage") if file[name]]
     if grouped and asked:
-        yield f"{', '.join(asked)} is off in grpo, as in PaddleNLP"
+        file.note(f"{', '.join(asked)} is off in grpo, as in PaddleNLP")
     elif file["normalize_reward"]:
         options["running_reward_norm"] = True
     if file.method == "ppo" and not file["normalize_advantage"]:
-        yield "normalize_advantage false: ppo's advantages are whitened over the iteration all the same"
+        file.note("normalize_advantage false: ppo's advantages are whitened over the iteration all the same")
 
 
-def _memory(file: PaddleFile, options: Chosen) -> Iterable[str]:
-    if file["fp16"]:
-        file.refuse("fp16", "use bf16, which needs no loss scaling")
+def _memory(file: PaddleFile, options: Chosen) -> None:
     level = file["fp16_opt_level"]
-    if level not in ("O0", "O1", "O2"):
-        file.refuse("fp16_opt_level", "it must be O0, O1 or O2")
     if level == "O2" and not file["bf16"]:
         file.refuse("fp16_opt_level", "O2 needs bf16: true; for fp32 leave it out")
     if level == "O0":
@@ -652,16 +588,12 @@ def _memory(file: PaddleFile, options: Chosen) -> Iterable[str]:
             file.refuse("recompute_granularity", f"it must be one of {', '.join(_KEPT)}")
         options |= {"gradient_checkpointing": True, "gradient_checkpointing_keep": kept}
     levels = file["offload_level"] or []
-    if unknown := [level for level in levels if level not in _OFFLOADED]:
-        file.refuse("offload_level", f"{unknown[0]} is none of {', '.join(_OFFLOADED)}")
-    frozen = options["init_kl_coef"] or "reward_pretrain" in options
-    if "freeze_model" in levels and frozen:
+    if "freeze_model" in levels and (options["init_kl_coef"] or "reward_pretrain" in options):
         options["ref_reward_offload"] = True
     if "optimizer" in levels or "train_model" in levels:
         options["deepspeed_enable_sleep"] = True
-    return ()
 
 
 def _copy(file: PaddleFile, options: Chosen, **names: str) -> None:
-    """Chosen that are set only where the file has the key."""
+    """Set options only where the file has the key."""
     options |= {ours: file[theirs] for theirs, ours in names.items() if file.says(theirs)}

@@ -6,11 +6,12 @@ Imports nothing heavy: an error must come before torch does.
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +22,7 @@ import yaml
 from trimtab.config.aliases import advice
 from trimtab.config.objective_options import ESTIMATORS
 from trimtab.config.option import Option, find, from_text, from_yaml, options_of, suggestion
-from trimtab.config.paddlenlp_aliases import Entry, accumulation, in_our_words, is_paddle, told_of_key
+from trimtab.config.paddlenlp_aliases import KEYS, Entry, in_our_words, is_paddle
 from trimtab.config.resolved_config import MARK, settle
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.training_options import PASS_SIZES, PER_DEVICE, CallOptions, checkpoints_in
@@ -96,7 +97,21 @@ def _of_paddle(job_class: type[Job], path: str, entries: Sequence[Entry], on_the
     given = {*on_the_line, *wished, *(PASS_SIZES & in_the_file.keys())}
     options = job_class(**{**in_the_file, **on_the_line}, given=frozenset(given))
     assert isinstance(options, RLOptions)
-    return dataclasses.replace(options, notes=(*notes, *accumulation(options)), origins=origins)
+    return dataclasses.replace(options, notes=(*notes, *_accumulation(options)), origins=origins)
+
+
+def _accumulation(options: RLOptions) -> Iterator[str]:
+    """How many passes a process makes for an optimiser step: PaddleNLP derives that, and so do we."""
+    group, micro = options.n_samples_per_prompt, options.micro_train_batch_size
+    if min(group, micro, options.ring_attn_size, options.ds_tensor_parallel_size) < 1:
+        return  # of the command line, which is checked after this
+    answers = min(options.train_batch_size, options.rollout_batch_size * group)
+    processes = options.data_parts(int(os.environ.get("WORLD_SIZE", options.processes)))
+    passes = math.ceil(answers / (micro * processes))
+    shared = "1 data-parallel process" if processes == 1 else f"{processes} data-parallel processes"
+    yield (
+        f"gradient accumulation {passes}: {answers // group} prompts x {group} answers / {micro} in a pass / {shared}"
+    )
 
 
 def _check_verb(
@@ -197,12 +212,21 @@ def unknown(job_class: type[CallOptions], words: Sequence[str], arguments: Mappi
     for word in dict.fromkeys(words):
         name, prefix = word.lstrip("-"), "--" if arguments is not None else word[: len(word) - len(word.lstrip("-"))]
         options = options_of(job_class)
-        if hint := advice(name, options, in_python=arguments is not None) or told_of_key(name, options):
+        if hint := advice(name, options, in_python=arguments is not None) or _told_of_key(name, options):
             told += f"; {hint}"
         else:
             named = f"{word}: " if len(words) > 1 else ""
             told += f"; {named}{_meant(job_class, name, prefix and '--', arguments)}"
     return told
+
+
+def _told_of_key(name: str, known: Container[str]) -> str | None:
+    """What a key is here, for who puts it on the command line of a job that has the options `known`."""
+    key = KEYS.get(name)
+    if key is None or "rollout_batch_size" not in known:
+        return None
+    here = key.here.replace("`", "")
+    return f"PaddleNLP's {name} is {here}" if "--" in here else f"{name} is a key of PaddleNLP's file ({here})"
 
 
 def _meant(job_class: type[CallOptions], name: str, prefix: str, arguments: Mapping[str, str] | None) -> str:
