@@ -329,7 +329,7 @@ def turns(episode: Episode, characters: int) -> list[dict[str, Any]]:
             "seconds": round(segment.seconds, 4),
             **({"branch": segment.branch} if segment.branch else {}),
         }
-        for segment in episode.segment
+        for segment in episode.said
     ]
 
 
