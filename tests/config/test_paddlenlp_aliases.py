@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trimtab.config.job_file import read_command
+from trimtab.config.job_file import read_command, with_config
 from trimtab.config.option import options_of
 from trimtab.config.paddlenlp_aliases import KEYS, table
-from trimtab.config.job_file import with_config
 from trimtab.config.parser import parse
 from trimtab.config.resolved_config import check, settle, settled_and_checked, to_yaml
 from trimtab.config.rl_jobs import AnyRLOptions, GRPOOptions

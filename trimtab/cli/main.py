@@ -13,7 +13,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import trimtab
 from trimtab.config.aliases import VERBS as VERBS_OF_OTHERS
@@ -148,7 +148,8 @@ def job_main(verb: str, translate: Callable[[Sequence[str]], Sequence[str]] = li
             return run(verb, words)
 
     def run(verb: str, words: Sequence[str]) -> int:
-        return run_job(JOBS[verb], words, lambda options: start_job(options, words), rehearse_job)
+        job: type[Any] = JOBS[verb]  # one that trains or generates
+        return run_job(job, words, lambda options: start_job(options, words), rehearse_job)
 
     return main
 

@@ -132,7 +132,8 @@ def compared(plan: Plan) -> list[Candidate]:
 
 def split_flags(tried: Candidate) -> list[str]:
     """Flags to paste: the split, without defaults, and the micro-batch size."""
-    defaults = type(tried.options)()
+    job: type[Any] = type(tried.options)
+    defaults = job()
     changes = {name: value for name, value in tried.changes.items() if value != getattr(defaults, name)}
     own = -(-tried.first[1].tokens // tried.split.context)  # one process's tokens of a row
     return flags(changes | budget_changes(tried.options, own))
