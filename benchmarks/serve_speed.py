@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> None:
         how += ["--bf16"] * arguments.bf16
         if arguments.http_processes is not None:
             how += ["--http_processes", str(arguments.http_processes)]
-        start = ["-m", "trimtab.cli.serve"]
+        start = ["-m", "trimtab.cli.main", "serve"]
         if arguments.timeline is not None:
             start = [str(Path(__file__).with_name("serve_timeline.py")), arguments.timeline]
         print(f"places for {places}, prompts of {arguments.prompt} tokens; tokens a second")

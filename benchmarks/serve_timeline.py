@@ -97,7 +97,7 @@ def main() -> None:
     arguments, given = words.parse_known_args()
     if arguments.show:
         return show(arguments.timeline, arguments.since, arguments.lines)
-    from trimtab.cli.serve import main as serve
+    from trimtab.cli.serve_rm import serve_main as serve
 
     path = Path(arguments.timeline)
     note_all()

@@ -74,5 +74,5 @@ while ((running > 0)); do one_ends; done
 for figure in curves "frontier --x reward --y bad" page; do
     # shellcheck disable=SC2086 # a figure is several words
     set -- $figure
-    "$PYTHON" -m trimtab.cli.plot "$1" "$OUT/figures.yaml" "${@:2}"
+    "$PYTHON" -m trimtab.cli.main plot "$1" "$OUT/figures.yaml" "${@:2}"
 done

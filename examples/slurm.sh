@@ -32,7 +32,7 @@ if [[ -n ${IN_RECIPE:-} ]]; then
     [[ -n ${PARTITION:-} ]] && own+=(--partition "$PARTITION")
     [[ -n ${ACCOUNT:-} ]] && own+=(--account "$ACCOUNT")
     [[ -n ${SETUP:-} ]] && own+=(--setup "$SETUP")
-    "$PYTHON" -m trimtab.cli.jobs "${own[@]}" -- python -m "${command[@]}"
+    "$PYTHON" -m trimtab.cli.main jobs "${own[@]}" -- python -m "${command[@]}"
     [[ ${SUBMIT:-0} == 0 ]] || exec sbatch "${JOBS:-jobs}/${IN_RECIPE}_s1.sbatch"
     exit
 fi

@@ -248,7 +248,7 @@ def attacks(options: argparse.Namespace) -> list[grid.Job]:
 
 def attack(options: argparse.Namespace) -> None:
     """Some of the goals, and what each search came to."""
-    from trimtab.cli.attack import main as gcg
+    from trimtab.cli.evaluate_gcg_sz import main as gcg
 
     method, weight, seed = options.attacked[0].rsplit(" ", 2)
     folder = folder_of(options, method, float(weight), int(seed))

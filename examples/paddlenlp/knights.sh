@@ -41,7 +41,7 @@ for split in train test; do
     rows=$ROWS
     [[ $split == test ]] && rows=${TEST_ROWS:?puzzles to measure with}
     # Each time: they may be other rows than those of an earlier run.
-    "$PYTHON" -m trimtab.cli.kk_data "$rows" "$SAVE_PATH/data/$split.jsonl"
+    "$PYTHON" -m trimtab.cli.main kk-data "$rows" "$SAVE_PATH/data/$split.jsonl"
 done
 
 if [[ -z ${REWARD_URL:-} ]]; then

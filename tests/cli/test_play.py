@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from trimtab.cli.interactive_chat import in_options, tool_call
 from trimtab.cli.main import main
-from trimtab.cli.play import in_options, tool_call
 from trimtab.embedded import guess_game
 from trimtab.errors import UserError
 

@@ -85,7 +85,7 @@ def reads(tree: ast.AST, holders: set[str]) -> Iterator[str]:
 
 @functools.cache
 def read_by(job_class: type) -> frozenset[str]:
-    modules = [VERBS[job_class.verb][0]]
+    modules = [VERBS[job_class.verb][0].partition(":")[0]]
     if issubclass(job_class, CheckpointOptions):
         modules.append(f"trimtab.train.{job_class.trainer}")  # which the command imports by name
     elif job_class.verb == "generate":

@@ -70,7 +70,7 @@ def understood(monkeypatch):
 
     parse = CommandParser.parse_args
     monkeypatch.setattr(CommandParser, "parse_args", lambda self, words: stop(parse(self, words)))
-    monkeypatch.setattr("trimtab.cli.plan._told", stop)
+    monkeypatch.setattr("trimtab.cli.commands._print_plan", stop)
     monkeypatch.setattr("trimtab.cli.main.prepared", stop)
 
     def check(words: list[str]) -> bool:

@@ -3,7 +3,7 @@ from argparse import Namespace
 
 import pytest
 
-from trimtab.cli import tour
+from trimtab.cli import quickstart
 from trimtab.cli.main import main
 from trimtab.cli.quickstart import Lesson
 from trimtab.embedded import sort_task
@@ -38,7 +38,7 @@ def test_a_short_tour_leaves_a_report_of_every_run_and_a_page_that_compares_them
 
 def test_every_method_starts_from_the_same_model(tmp_path):
     lesson = Lesson(Namespace(folder=tmp_path, seed=0, steps=1, iterations=1))
-    for words in (tour.rm_words, tour.ppo_words, tour.dpo_words, tour.kto_words):
+    for words in (quickstart.rm_words, quickstart.ppo_words, quickstart.dpo_words, quickstart.kto_words):
         command = words(lesson)
         assert command[command.index("--pretrain") + 1] == str(tmp_path / "sft")
 

@@ -55,7 +55,7 @@ def commands(place: Path, *words: str, **settings: str) -> list[tuple[str, list[
 def test_the_recipe_learns_the_form_of_answers_in_its_tiny_mode(method, folder, server, tmp_path, capsys):
     tiny = {"TINY": "1", "TINY_FOLDER": str(folder), "REWARD_URL": server.url}
     chain = commands(tmp_path, method, **tiny)
-    assert [module.rpartition(".")[2] for module, _ in chain] == ["kk_data", "kk_data", "run_rl"]
+    assert [module.rpartition(".")[2] for module, _ in chain] == ["main", "main", "run_rl"]
     for module, words in chain:
         assert importlib.import_module(module).main(words) == 0, capsys.readouterr().err
     place = folder / f"knights-{method}"
@@ -76,7 +76,7 @@ def test_the_whole_recipe_is_the_guides(method, tmp_path, monkeypatch):
     *made, (module, words) = commands(tmp_path, method, REWARD_URL=url, ROWS="a.parquet", TEST_ROWS="b.parquet")
     folder = f"./checkpoint/knights-{method}"
     assert made == [
-        ("trimtab.cli.kk_data", [f"{source}.parquet", f"{folder}/data/{name}.jsonl"])
+        ("trimtab.cli.main", ["kk-data", f"{source}.parquet", f"{folder}/data/{name}.jsonl"])
         for source, name in (("a", "train"), ("b", "test"))
     ]
     options = parse(AnyRLOptions, with_config(words))

@@ -250,7 +250,7 @@ def served_run(tmp_path_factory):
 
 
 def test_the_command_says_where_it_is_and_ends_with_a_listener_at_ctrl_c(tmp_path):
-    words = [sys.executable, "-m", "trimtab.cli.watch", "--page", str(rl_run(tmp_path)), "--every", "0.1"]
+    words = [sys.executable, "-m", "trimtab.cli.main", "watch", "--page", str(rl_run(tmp_path)), "--every", "0.1"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline()

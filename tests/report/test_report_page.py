@@ -7,7 +7,6 @@ import pytest
 
 from tests.report.pages import Checked, step_row, write_metrics
 from trimtab.cli import main as trimtab_main
-from trimtab.cli import report as report_command
 from trimtab.report.page import write_report
 
 
@@ -149,7 +148,7 @@ def test_a_long_run_stays_a_small_page(run):
 
 
 def test_command_prints_the_path(run, capsys):
-    assert report_command.main([str(run)]) == 0
+    assert trimtab_main.main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
 
 

@@ -213,7 +213,7 @@ def test_processes_end_with_the_server_and_answer_before_where_they_can(tmp_path
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = ["--port", str(port), "--http_processes", "2", "--bearer_token", "none", "--served_model_name", "m"]
-    command = [sys.executable, "-m", "trimtab.cli.serve", str(tmp_path), *words]
+    command = [sys.executable, "-m", "trimtab.cli.main", "serve", str(tmp_path), *words]
     with subprocess.Popen(command) as server, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
         found = []
 

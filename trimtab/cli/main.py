@@ -1,7 +1,7 @@
 """`trimtab VERB ...`: the table of verbs, and what the modules of the verbs share.
 
-A verb's module has `main(argv)`, which returns the exit code; it is imported when the verb is used. Verbs of jobs go
-through `run_job`: parse, check, then dry run or start. Mistakes become one line and exit code 2.
+A verb is a module with `main(argv)`, which returns the exit code, or a MODULE:FUNCTION; it is imported when the verb is
+used. Verbs of jobs go through `run_job`: parse, check, then dry run or start. Mistakes become one line and exit code 2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from trimtab.output import steady_output
 
 VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("trimtab.cli.quickstart", "train a tiny model on this machine and look at what it learnt"),
-    "tour": ("trimtab.cli.tour", "the quickstart, then reward model, PPO, DPO and KTO on the same task, compared"),
+    "tour": (
+        "trimtab.cli.quickstart:tour_main",
+        "the quickstart, then reward model, PPO, DPO and KTO on the same task, compared",
+    ),
     "sft": ("trimtab.cli.train_sft", "supervised fine-tuning"),
     "rm": ("trimtab.cli.train_rm", "reward model, from pairs of answers"),
     "prm": ("trimtab.cli.train_prm", "process reward model, from answers judged step by step"),
@@ -44,19 +47,22 @@ VERBS: dict[str, tuple[str, str]] = {
     "rl": ("trimtab.cli.train_rl", "RL of any kind, as a config file says"),
     "tail": ("trimtab.cli.train_tail", "RL that makes rare bad answers rarer (RePULSe and its baselines)"),
     "generate": ("trimtab.cli.batch_inference", "answers to many prompts, and their scores"),
-    "play": ("trimtab.cli.play", "an environment, played by you or by a model, as training sees it"),
+    "play": (
+        "trimtab.cli.interactive_chat:play_main",
+        "an environment, played by you or by a model, as training sees it",
+    ),
     "chat": ("trimtab.cli.interactive_chat", "a conversation with a model"),
     "lora-combine": ("trimtab.cli.lora_combiner", "merge a LoRA adapter into its model"),
-    "serve": ("trimtab.cli.serve", "a model as an HTTP server that other projects' clients accept"),
+    "serve": ("trimtab.cli.serve_rm:serve_main", "a model as an HTTP server that other projects' clients accept"),
     "serve-rm": ("trimtab.cli.serve_rm", "a reward model, a process reward model or a verifier as an HTTP server"),
-    "kk-data": ("trimtab.cli.kk_data", "knights-and-knaves puzzles as rows of PaddleNLP's recipe"),
-    "attack": ("trimtab.cli.attack", "search for suffixes that make a model misbehave (GCG)"),
-    "plot": ("trimtab.cli.plot", "draw curves and frontiers of several runs"),
-    "plan": ("trimtab.cli.plan", "what memory and time a training job needs, on this device or another"),
-    "jobs": ("trimtab.cli.jobs", "write Slurm or shell files for a command over seeds"),
-    "report": ("trimtab.cli.report", "turn a run's metrics into a page to look at"),
-    "watch": ("trimtab.cli.watch", "a run while it works, or after: in the terminal, or as a live page"),
-    "compare": ("trimtab.cli.compare", "judge whether two runs are the same training on two devices"),
+    "kk-data": ("trimtab.cli.commands:kk_data", "knights-and-knaves puzzles as rows of PaddleNLP's recipe"),
+    "attack": ("trimtab.cli.evaluate_gcg_sz:main", "search for suffixes that make a model misbehave (GCG)"),
+    "plot": ("trimtab.cli.commands:plot", "draw curves and frontiers of several runs"),
+    "plan": ("trimtab.cli.commands:plan", "what memory and time a training job needs, on this device or another"),
+    "jobs": ("trimtab.cli.commands:jobs", "write Slurm or shell files for a command over seeds"),
+    "report": ("trimtab.cli.commands:report", "turn a run's metrics into a page to look at"),
+    "watch": ("trimtab.cli.commands:watch", "a run while it works, or after: in the terminal, or as a live page"),
+    "compare": ("trimtab.cli.commands:compare", "judge whether two runs are the same training on two devices"),
 }
 
 
@@ -72,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"trimtab: error: {_unknown(verb)}", file=sys.stderr)
         return 2
-    return guarded(f"trimtab {verb}", lambda: importlib.import_module(VERBS[verb][0]).main(typed[1:]))
+    module, _, function = VERBS[verb][0].partition(":")
+    return guarded(f"trimtab {verb}", lambda: getattr(importlib.import_module(module), function or "main")(typed[1:]))
 
 
 def _help() -> str:
@@ -108,15 +115,6 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
-
-
-def command_main(verb: str, command: Callable[[list[str]], int | None]) -> Callable[..., int]:
-    """The `main` of a verb that parses its words itself."""
-
-    def main(argv: Sequence[str] | None = None) -> int:
-        return guarded(f"trimtab {verb}", lambda: command(list(sys.argv[1:] if argv is None else argv)))
-
-    return main
 
 
 def read_line() -> str:

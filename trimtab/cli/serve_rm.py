@@ -1,11 +1,14 @@
-"""A reward server: `trimtab serve-rm`, or `python -m trimtab.cli.serve_rm`."""
+"""A reward server: `trimtab serve-rm`, or `python -m trimtab.cli.serve_rm`. A policy server: `trimtab serve MODEL`."""
 
 import os
+import secrets
+import sys
 from collections.abc import Sequence
 
 from trimtab.cli.main import run_job
 from trimtab.config.inference_options import NO_TOKEN
-from trimtab.config.jobs import ServeRMOptions
+from trimtab.config.jobs import ServeOptions, ServeRMOptions
+from trimtab.job import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +34,32 @@ def serve_reward(options: ServeRMOptions) -> None:
         reward.close()
     if not finished:
         # A batch that is beyond its time is still being computed, by a thread that nobody can end.
+        os._exit(0)
+
+
+def serve_main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--pretrain")
+    return run_job(ServeOptions, words, serve_policy)
+
+
+def serve_policy(options: ServeOptions) -> None:
+    from trimtab.server.policy_server import run_policy_server
+
+    def note(line: str) -> None:
+        say(f"trimtab serve: note: {line}", options)
+
+    token = secrets.token_urlsafe(24) if options.token is None else options.token
+
+    def served(line: str) -> None:
+        if options.token is None:
+            note(f"clients send the API key {token} (--bearer_token names another one, or none)")
+        print(line, flush=True)
+
+    ended = run_policy_server(options, None if token == NO_TOKEN else token, say=served, note=note)
+    if not ended:
+        # A pass that is beyond its time is still being computed, by a thread that nobody can end.
         os._exit(0)
 
 

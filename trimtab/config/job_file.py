@@ -21,7 +21,7 @@ LONGEST_NAME = 200  # file systems take 255 bytes, and the log's name is longer
 @dataclass(frozen=True)
 class Command:
     module: str
-    """The Python module that is run."""
+    """The Python module that is run; or module and verb, with a space."""
     options: tuple[tuple[str, tuple[str, ...]], ...]
     """Names without dashes, each with its values, in order."""
 
@@ -177,13 +177,13 @@ def slurm_file(job: Job, machines: Machines, setup: Sequence[str] = ()) -> str:
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in header.items() if value is not None)]
     lines += ["set -euo pipefail", *setup]
     if job.command.on_ray:
-        command = ["python", "-m", job.command.module, *job.command.words()]
+        command = ["python", "-m", *job.command.module.split(), *job.command.words()]
         return "\n".join([*lines, ray_script(command, machines.nodes, machines.gpus, machines.cpus, job.port)])
     if machines.nodes == 1:
         return "\n".join([*lines, f"exec {shlex.join(_launch(job, machines))}"]) + "\n"
     meeting = ["--rdzv_backend", "c10d", "--rdzv_id", '"$SLURM_JOB_ID"', "--rdzv_endpoint", f'"$first_node:{job.port}"']
     sizes = ["--nnodes", str(machines.nodes), "--nproc_per_node", str(max(1, machines.gpus))]
-    rest = shlex.join(["--module", job.command.module, *job.command.words()])
+    rest = shlex.join(["--module", *job.command.module.split(), *job.command.words()])
     lines.append('first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
     return "\n".join([*lines, f"srun torchrun {' '.join([*sizes, *meeting])} {rest}"]) + "\n"
 
@@ -191,9 +191,9 @@ def slurm_file(job: Job, machines: Machines, setup: Sequence[str] = ()) -> str:
 def _launch(job: Job, machines: Machines) -> list[str]:
     """The words that start a command on one machine."""
     if machines.gpus <= 1 or job.command.on_ray:
-        return ["python", "-m", job.command.module, *job.command.words()]
+        return ["python", "-m", *job.command.module.split(), *job.command.words()]
     launcher = ["torchrun", "--nproc_per_node", str(machines.gpus), "--master_port", str(job.port)]
-    return [*launcher, "--module", job.command.module, *job.command.words()]
+    return [*launcher, "--module", *job.command.module.split(), *job.command.words()]
 
 
 # ---- Ray in a Slurm file: a cluster for the job on its machines, and the command on the head
