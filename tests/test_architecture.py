@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "cli": {
         *("job", "config", "plan", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded"),
         *("data.hub", "data.conversion", "envs", "rollout.trajectory", "errors", "files"),
-        *("server", "sandbox", "output"),
+        *("server", "sandbox"),
     },
     # What command and function have in common.
     "job": {
@@ -26,17 +26,17 @@ MAY_IMPORT = {
     # The same for callers in Python. Who gives options and objects wants everything but the words of a command.
     "api": {
         *("job", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "data"),
-        *("algos", "rollout", "envs", "plan", "progress", "interrupts", "errors"),
-        *("server", "sandbox", "files", "output"),
+        *("algos", "rollout", "envs", "plan", "progress", "errors"),
+        *("server", "sandbox", "files"),
     },
     "train": {
-        *("data", "models", "plan", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
+        *("data", "models", "plan", "algos", "rollout", "rewards", "distributed", "config", "progress"),
         *("envs", "server", "sandbox", "errors", "files"),
-        *("evaluate.bad_words", "evaluate.tail_risk"),
+        "evaluate.tail_risk",
     },
     # What memory and time a job will need: one cost model of what training does.
     "plan": {"data", "models", "rollout", "rewards", "distributed", "config", "errors"},
-    "models": {"data.batches", "data.hub", "distributed", "config", "interrupts", "errors", "files"},
+    "models": {"data.batches", "data.hub", "distributed", "config", "errors", "files"},
     "rollout": {"data.batches", "models", "distributed", "errors"},
     "rewards": {
         *("data", "models", "distributed", "config", "rollout.episode", "sandbox", "errors"),
@@ -51,19 +51,17 @@ MAY_IMPORT = {
         "errors",
     },
     "data": {"config", "errors", "files"},
-    "distributed": {"interrupts", "errors"},
+    "distributed": {"errors"},
     "algos": set(),
     "config": {"errors"},
     "evaluate": {
-        *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress", "interrupts"),
+        *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress"),
         *("envs", "server", "sandbox", "errors", "files"),
     },
     # Pages, the live page that is served, and the terminal view of a run.
     "report": {"evaluate", "server.http", "config", "errors", "files"},
     "embedded": {"data.tokenizer", "envs.types", "errors"},
     "progress": set(),
-    "interrupts": {"errors"},
-    "output": set(),
     "files": {"errors"},
     "errors": set(),
 }
@@ -90,7 +88,7 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
             yield node.module, node.lineno
-            # `from trimtab.data import token_cache` imports the module trimtab.data.token_cache.
+            # `from trimtab.data import batches` imports the module trimtab.data.batches.
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 

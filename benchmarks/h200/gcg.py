@@ -24,8 +24,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def searches_of_ours(bench: Bench, goal: str, suffix: str, wanted: str, width: int):
     from trimtab.data.tokenizer import load_tokenizer
-    from trimtab.evaluate.gcg_attack import AttackPrompts, Target
-    from trimtab.evaluate.gcg_search import Search, SearchSettings, SuffixLoss, Vocabulary
+    from trimtab.evaluate.gcg_attack import AttackPrompts, Search, SearchSettings, SuffixLoss, Target, Vocabulary
     from trimtab.models.policy import Policy
     from trimtab.models.selfcheck import choose_path
 

@@ -9,7 +9,7 @@ from trimtab.cli.main import guarded, run_job
 from trimtab.config import resolved_config as support
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parser import parse
-from trimtab.data.row_locations import first_line
+from trimtab.data.data_files import first_line
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.rewards.client import _reason as reward_failure
 

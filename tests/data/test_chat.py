@@ -14,7 +14,7 @@ from tests.data.templates import (
     TWO_ENDS,
     WORDS,
 )
-from trimtab.data import time_limit
+from trimtab.data import chat_template
 from trimtab.data.chat_template import ChatRenderer, render_pair, render_whole
 from trimtab.errors import UserError
 
@@ -195,7 +195,7 @@ ENDLESS += "{% endfor %}{% for message in messages %}{{ message['content'] }}{% 
 
 @pytest.mark.parametrize("block", ["", "{% generation %}x{% endgeneration %}"])
 def test_a_template_that_never_ends_is_one_line(make_tokenizer, monkeypatch, block):
-    monkeypatch.setattr(time_limit, "TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.2)
     renderer = ChatRenderer(make_tokenizer(ENDLESS + block))
     with pytest.raises(UserError, match=r"row 3: the chat template .* was not done after 0.2 s of computing"):
         renderer.render(talk("one?", "It is one."), where="row 3")

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import datasets
 import pytest
 
+from trimtab.data.data_files import locations_of
 from trimtab.data.examples import build_sft_dataset
-from trimtab.data.row_locations import locations_of
 from trimtab.data.sources import load_rows
 from trimtab.errors import UserError
 

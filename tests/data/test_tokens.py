@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from tests.data.templates import CHATML, GENERATION
-from trimtab.data import rendering, token_cache
+from trimtab.data import dataset, rendering
 from trimtab.data.examples import TokenDataset, build_sft_dataset, tokenize_renderings
 from trimtab.data.formats import Rendering
 from trimtab.errors import UserError
@@ -146,7 +146,7 @@ def test_a_job_without_multiturn_and_pretrain_mode_gets_the_store_of_one_that_ha
     del lacking.multiturn, lacking.pretrain_mode
     store, _ = build_sft_dataset(rows, tokenizer, lacking)
     assert store.fingerprint == build_sft_dataset(rows, tokenizer, options(**KEYS))[0].fingerprint
-    assert isinstance(store.ids, np.ndarray) and len(list(token_cache.folder().iterdir())) == 1
+    assert isinstance(store.ids, np.ndarray) and len(list(dataset.cache_folder().iterdir())) == 1
 
 
 @pytest.mark.parametrize("given, used", [(dict(num_workers=3), 3), ({}, min(rendering.MOST_WORKERS, 5))])
@@ -189,7 +189,7 @@ def test_whatever_changes_the_tokens_changes_the_cache_key(make_tokenizer, chang
     rows, tokenizer, settings = pairs(("hello", "yes"), ("fox", "four")), make_tokenizer(CHATML), options(**KEYS)
 
     def key():
-        return token_cache.key(rows, tokenizer, vars(settings))
+        return dataset.cache_key(rows, tokenizer, vars(settings))
 
     before = key()
     assert key() == before
@@ -212,7 +212,7 @@ def test_whatever_changes_the_tokens_changes_the_cache_key(make_tokenizer, chang
 def test_a_broken_cache_entry_is_made_again(make_tokenizer, damage):
     rows, tokenizer = pairs(("hello", "yes")), make_tokenizer()
     first, _ = build_sft_dataset(rows, tokenizer, options(**KEYS))
-    (entry,) = token_cache.folder().iterdir()
+    (entry,) = dataset.cache_folder().iterdir()
     ids = entry / "ids.npy"
     if damage == "truncated":
         ids.write_bytes(ids.read_bytes()[:-5])
@@ -224,7 +224,7 @@ def test_a_broken_cache_entry_is_made_again(make_tokenizer, damage):
     assert again.ids.tolist() == first.ids.tolist()
     third, _ = build_sft_dataset(rows, tokenizer, options(**KEYS))
     assert isinstance(third.ids, np.memmap) and third.fingerprint == first.fingerprint
-    assert list(token_cache.folder().iterdir()) == [entry]
+    assert list(dataset.cache_folder().iterdir()) == [entry]
 
 
 def test_an_unwritable_cache_is_a_warning(make_tokenizer, tmp_path, monkeypatch, caplog):

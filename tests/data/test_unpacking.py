@@ -8,8 +8,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from trimtab.data import unpacking
-from trimtab.data.row_locations import available
+from trimtab.data import data_files
+from trimtab.data.data_files import available
 from trimtab.data.sources import load_rows
 from trimtab.errors import UserError
 
@@ -33,7 +33,7 @@ def bomb(tmp_path_factory):
 
 @pytest.fixture
 def small_limit(monkeypatch, tmp_path):
-    monkeypatch.setattr(unpacking, "AT_LEAST", 2**24)
+    monkeypatch.setattr(data_files, "AT_LEAST", 2**24)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -51,9 +51,9 @@ def test_a_parquet_file_beyond_the_limit_is_refused_with_its_size(bomb, small_li
 
 
 def test_the_limit_can_be_set(bomb, small_limit, monkeypatch):
-    monkeypatch.setenv(unpacking.LIMIT_VARIABLE, "1")
+    monkeypatch.setenv(data_files.LIMIT_VARIABLE, "1")
     assert len(load(bomb)) == ROWS
-    monkeypatch.setenv(unpacking.LIMIT_VARIABLE, "much")
+    monkeypatch.setenv(data_files.LIMIT_VARIABLE, "much")
     with pytest.raises(UserError, match="TRIMTAB_MAX_UNPACKED_GIB is 'much'"):
         load(bomb)
 

@@ -8,9 +8,9 @@ import torch
 
 from tests.tiny import tiny_model
 from trimtab.errors import UserError
-from trimtab.evaluate.bad_words import log_bad_probability
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
+from trimtab.train.tail.measurements import log_bad_probability
 
 VOCABULARY, END = 13, 2
 PROMPT, BAD = [5, 9, 4], {7, 11}
@@ -51,8 +51,8 @@ def test_three_tokens_and_passes_of_any_size_agree(monkeypatch):
     policy = policy_of()
     whole = log_bad_probability(policy, PROMPT, BAD, 3, {END})
     assert whole == pytest.approx(by_enumeration(tiny_model(vocab_size=VOCABULARY), 3), abs=1e-4)
-    monkeypatch.setattr("trimtab.evaluate.bad_words.PASS_TOKENS", 10)
-    monkeypatch.setattr("trimtab.evaluate.bad_words.chunk_tokens", lambda vocabulary, device: 3)
+    monkeypatch.setattr("trimtab.train.tail.measurements.PASS_TOKENS", 10)
+    monkeypatch.setattr("trimtab.train.tail.measurements.chunk_tokens", lambda vocabulary, device: 3)
     assert log_bad_probability(policy, PROMPT, BAD, 3, {END}) == pytest.approx(whole, abs=1e-5)
 
 

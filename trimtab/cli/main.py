@@ -10,10 +10,11 @@ import argparse
 import contextlib
 import difflib
 import importlib
+import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import trimtab
 from trimtab.config.aliases import VERBS as VERBS_OF_OTHERS
@@ -25,7 +26,6 @@ from trimtab.config.resolved_config import redact, secrets_of, to_yaml
 from trimtab.config.training_options import CallOptions
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.job import installation_error, prepared, rehearse_job, say, start_job, trusting_code
-from trimtab.output import steady_output
 
 VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("trimtab.cli.quickstart", "train a tiny model on this machine and look at what it learnt"),
@@ -210,6 +210,53 @@ def guarded(name: str, action: Callable[[], int | None], options: Callable[[], O
     except KeyboardInterrupt:
         say(f"{name}: interrupted", options())
         return 130
+
+
+# ---- Standard output that may go away while a run goes on: `| head`, a tee that died, a connection that dropped.
+
+
+class SteadyStream:
+    """A stream for text. Once it can no longer be written to, what is written is lost, and nobody fails."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._let_go()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _let_go(self) -> None:
+        """Point the descriptor at nothing, for what is still in a buffer and for Python's own last flush."""
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextlib.contextmanager
+def steady_output() -> Iterator[None]:
+    """Inside, a standard output or error that goes away is no error."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (None if stream is None else SteadyStream(stream) for stream in before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        sys.stdout, sys.stderr = before
 
 
 if __name__ == "__main__":

@@ -6,14 +6,18 @@ lies between the markers is the template's scaffolding; found again in the real 
 template made of each turn, also where it strips, rewrites or adds text (thinking blocks).
 """
 
+import contextlib
 import datetime
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.formats import Message, Rendering
-from trimtab.data.time_limit import template_time
 from trimtab.errors import UserError
 
 # The day on which every template believes to be rendered, so that tomorrow's tokens equal today's. It is the one that
@@ -312,3 +316,28 @@ class ChatRenderer:
             extends = with_prompt.startswith(without)
             self._generation_prompts[key] = with_prompt[len(without) :] if extends else ""
         return self._generation_prompts[key]
+
+
+# ---- A limit on the computing time of a chat template: it is a program that came with a model, and may never end.
+
+TEMPLATE_SECONDS = 10.0  # a rendering takes milliseconds
+
+
+@contextlib.contextmanager
+def template_time() -> Iterator[None]:
+    """Ends what is inside with a UserError once this process has computed for so long. Signals reach main threads only,
+    in which all renderings of data are made; elsewhere there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, _end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    raise UserError(f"the chat template was not done after {TEMPLATE_SECONDS:g} s of computing; use another one")

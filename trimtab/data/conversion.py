@@ -20,8 +20,8 @@ from typing import Any, overload
 
 from datasets import Dataset
 
+from trimtab.data.data_files import locations_of
 from trimtab.data.formats import Message
-from trimtab.data.row_locations import locations_of
 from trimtab.data.sources import load_rows
 from trimtab.errors import UserError
 from trimtab.files import write_text

@@ -3,18 +3,25 @@
 import dataclasses
 import functools
 import hashlib
+import json
+import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import tokenizers
+import transformers
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.data import token_cache
+from trimtab.data.data_files import available, locations_of
 from trimtab.data.rendering import CHUNK_ROWS, RowRenderer, progress, render_all
-from trimtab.data.row_locations import available, locations_of
 from trimtab.errors import UserError
+from trimtab.files import reason, replacing
 
 
 @dataclass(frozen=True)
@@ -331,7 +338,7 @@ def build_dataset(
     report = collector.report
     renderer.places = locations_of(rows, f"the {report.what} data")
     work = {"job": job, **dataclasses.asdict(settings)}
-    key = token_cache.key(rows.select_columns(renderer.names), collector.tokenizer, work)
+    key = cache_key(rows.select_columns(renderer.names), collector.tokenizer, work)
     report.rows_available = available(rows)
     if key is not None and (found := _from_cache(key, store_of, report)):
         return found
@@ -341,14 +348,14 @@ def build_dataset(
     arrays = collector.finish()
     store = store_of(arrays)
     if key is not None:
-        token_cache.save(key, arrays, {"fingerprint": store.fingerprint, "report": report.as_dict()})
+        save_cached(key, arrays, {"fingerprint": store.fingerprint, "report": report.as_dict()})
     return store, report
 
 
 def _from_cache(
     key: str, store_of: Callable[[Arrays], AnyDataset], report: AnyReport
 ) -> tuple[AnyDataset, AnyReport] | None:
-    found = token_cache.load(key)
+    found = load_cached(key)
     if found is None:
         return None
     arrays, notes = found
@@ -373,3 +380,98 @@ def up_to_answer(ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.n
     marked = trained.nonzero()[0]
     end = marked[-1] + 1 if len(marked) else len(ids)
     return ids[:end], trained[:end]
+
+
+# ---- Tokenised data on disk, in `$TRIMTAB_CACHE/tokens` or `~/.cache/trimtab/tokens`, one folder a key
+#
+# The key hashes the content of the columns in use (their Arrow bytes, about a gigabyte a second), the tokenizer, its
+# chat template and the options that matter, so an edited file or option can never meet an old entry. An entry that is
+# broken is made again; a cache that cannot be written is a line of warning. Nothing is ever evicted; deleting the
+# folder is safe at any time.
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 4
+NOTES = "notes.json"
+HASH_ROWS = 10_000
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("TRIMTAB_CACHE") or Path.home() / ".cache" / "trimtab") / "tokens"
+
+
+def cache_key(rows: Dataset, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> str | None:
+    """The name of the entry for this work, or None for a tokenizer that cannot be written down (a slow one)."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not tokenizer.is_fast or backend is None:
+        return None
+    serialised = json.loads(backend.to_str())
+    serialised.pop("padding", None)  # left behind by earlier calls, set anew by each
+    serialised.pop("truncation", None)
+    parts = [
+        FORMAT_VERSION,
+        transformers.__version__,
+        tokenizers.__version__,
+        rows_hash(rows),
+        type(tokenizer).__name__,
+        serialised,
+        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        tokenizer.chat_template,
+        settings,
+    ]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def rows_hash(rows: Dataset) -> str:
+    sink = _HashSink()
+    writer = None
+    for part in rows.with_format("arrow").iter(batch_size=HASH_ROWS):
+        if writer is None:
+            # The names of features that Arrow does not know (JSON values) are in the schema's metadata.
+            writer = pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), part.schema)
+        writer.write_table(part)
+    if writer is not None:
+        writer.close()
+    return sink.digest.hexdigest()
+
+
+class _HashSink:
+    """A file that only remembers the hash of what was written."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.digest = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return len(data)
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def load_cached(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
+    """(arrays mapped from disk, notes), or None if there is no entry or it cannot be read."""
+    entry = cache_folder() / name
+    try:
+        notes = json.loads((entry / NOTES).read_text())
+        return {array: np.load(entry / f"{array}.npy", mmap_mode="r") for array in notes["arrays"]}, notes
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
+        return None
+
+
+def save_cached(name: str, arrays: dict[str, np.ndarray], notes: dict[str, Any]) -> None:
+    """A reader sees a whole entry or none."""
+    entry = cache_folder() / name
+    try:
+        # An entry that is there could not be used: else this one would not have been made.
+        with replacing(entry) as beside:
+            beside.mkdir()
+            for array, values in arrays.items():
+                np.save(beside / f"{array}.npy", values)
+            (beside / NOTES).write_text(json.dumps({**notes, "arrays": list(arrays)}))
+    except OSError as error:
+        if not entry.exists():  # else another process was first with the same content
+            logger.warning("tokenised data are not cached: cannot write %s (%s)", entry.parent, reason(error))

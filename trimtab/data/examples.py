@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.chat_template import with_end
+from trimtab.data.data_files import locations_of
 from trimtab.data.dataset import (
     Arrays,
     Collector,
@@ -59,7 +60,6 @@ from trimtab.data.rendering import (
     tokenize_in_pieces,
     tokenize_renderings,
 )
-from trimtab.data.row_locations import locations_of
 from trimtab.errors import UserError
 
 __all__ = ["DataReport", "SupervisedOptions", "TokenDataset", "build_sft_dataset", "tokenize_renderings"]

@@ -13,9 +13,9 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.data import token_cache
 from trimtab.data.chat_template import in_template
 from trimtab.data.conversion import conditioned
+from trimtab.data.data_files import SelectedRows, locations_of
 from trimtab.data.dataset import (
     Arrays,
     DataReport,
@@ -24,6 +24,7 @@ from trimtab.data.dataset import (
     content_hash,
     count_shared,
     first_row,
+    rows_hash,
     settings_of,
     workers_of,
 )
@@ -38,7 +39,6 @@ from trimtab.data.formats import (
     text_or_messages,
 )
 from trimtab.data.rendering import AnswerRenderer, as_messages, tokenize_renderings
-from trimtab.data.row_locations import SelectedRows, locations_of
 from trimtab.data.sources import load_rows
 from trimtab.errors import UserError
 
@@ -181,7 +181,7 @@ class PromptDataset:
     def fingerprint(self) -> str:
         """Hash of the prompts and of all that their rows hold; what a file is called does not matter."""
         rows = self._rows.select_columns(self.column_names)
-        return content_hash(of=self._tokens.fingerprint + token_cache.rows_hash(rows))
+        return content_hash(of=self._tokens.fingerprint + rows_hash(rows))
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:

@@ -21,8 +21,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.chat_template import ChatRenderer, render_pair, render_whole
+from trimtab.data.data_files import Numbered, RowLocations, located
 from trimtab.data.formats import Message, Rendering, SupervisedColumns, SupervisedRecord, read_supervised
-from trimtab.data.row_locations import Numbered, RowLocations, located
 
 logger = logging.getLogger(__name__)
 

@@ -17,22 +17,23 @@ import pyarrow
 from datasets import Dataset, DatasetDict
 
 from trimtab.config.data_options import no_data_in, refuse_empty
-from trimtab.data.formats import SOURCE_COLUMN
-from trimtab.data.hub import hub_or_cache, looks_like_hub_name
-from trimtab.data.row_locations import (
+from trimtab.data.data_files import (
     InFiles,
     Interleaved,
     Numbered,
     SelectedRows,
     available,
     first_line,
+    first_rows,
     interleave,
     joined,
     json_fault,
+    load_within_limit,
     locations_of,
     remember,
 )
-from trimtab.data.unpacking import first_rows, load_within_limit
+from trimtab.data.formats import SOURCE_COLUMN
+from trimtab.data.hub import hub_or_cache, looks_like_hub_name
 from trimtab.errors import Interrupted, UserError
 
 logger = logging.getLogger(__name__)

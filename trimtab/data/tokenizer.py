@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from trimtab.data.data_files import first_line
 from trimtab.data.hub import hub_or_cache, looks_like_hub_name, needs_code, trust_remote_code
-from trimtab.data.row_locations import first_line
 from trimtab.errors import UserError
 
 

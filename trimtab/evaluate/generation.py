@@ -18,20 +18,18 @@ from datasets import Dataset
 from trimtab.config.jobs import ChatOptions, GenerateOptions, PlayOptions
 from trimtab.config.resolved_config import shown
 from trimtab.data.chat_template import in_template
-from trimtab.data.dataset import settings_of, up_to_answer
+from trimtab.data.data_files import located, locations_of
+from trimtab.data.dataset import rows_hash, settings_of, up_to_answer
 from trimtab.data.formats import Message, SupervisedRecord, find_supervised_columns, read_supervised
 from trimtab.data.prompts import PromptDataset, PromptReport, build_prompt_dataset
 from trimtab.data.rendering import AnswerRenderer, as_messages, tokenize_renderings
-from trimtab.data.row_locations import located, locations_of
 from trimtab.data.sources import load_rows
-from trimtab.data.token_cache import rows_hash
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.process_group import World, find_world, leave_world, share_signals
 from trimtab.distributed.random_state import seed_everything
-from trimtab.errors import UserError
+from trimtab.errors import StopRequest, UserError
 from trimtab.evaluate.journal import Journal, work_through, write_rows
-from trimtab.interrupts import StopRequest
 from trimtab.models.load import fake_policy_with_fingerprint, load_frozen_policy
 from trimtab.models.policy import Policy
 from trimtab.models.pretrained import check_model_folder, quiet_transformers, weights_fingerprint

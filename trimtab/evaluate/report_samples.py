@@ -17,10 +17,10 @@ from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, SFTOptions
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.training_options import PrecisionOptions
 from trimtab.data.batches import Example
+from trimtab.data.chat_template import template_time
 from trimtab.data.examples import build_labelled_dataset, build_pair_dataset, build_sft_dataset
 from trimtab.data.prompts import load_prompt_datasets
 from trimtab.data.sources import load_evaluation_rows, load_rows
-from trimtab.data.time_limit import template_time
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import find_device
 from trimtab.errors import UserError

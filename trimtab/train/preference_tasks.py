@@ -13,8 +13,8 @@ from torch import Tensor
 
 from trimtab.algos.preference_losses import dpo_loss, ipo_loss, kl_baseline, kto_loss, log_odds_ratio
 from trimtab.config.jobs import DPOOptions, KTOOptions
-from trimtab.data import token_cache
 from trimtab.data.batches import TokenBatch
+from trimtab.data.dataset import load_cached, save_cached
 from trimtab.data.examples import LabelledDataset, build_labelled_dataset
 from trimtab.data.rendering import progress
 from trimtab.data.tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ def precomputed(reference: FrozenScorer, task: Task, store: Any) -> np.ndarray:
     how = f"{reference.precision}/{reference.model.path}/{reference.device.torch.type}"
     key = f"{reference.weights}/{store.fingerprint}/{how}"
     name = f"reference-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
-    cached = token_cache.load(name)
+    cached = load_cached(name)
     if not task.mesh.all.any(cached is None):  # processes that share rows or a model must score together
         assert cached is not None
         return cached[0]["log_probs"]
@@ -71,7 +71,7 @@ def precomputed(reference: FrozenScorer, task: Task, store: Any) -> np.ndarray:
             values = sequence_log_probs(model, batch).view(len(samples), -1).cpu().numpy()
             found.update(zip(samples, values))
     table = np.stack([found[i] for i in range(len(store))])
-    token_cache.save(name, {"log_probs": table}, {})
+    save_cached(name, {"log_probs": table}, {})
     return table
 
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.jobs import DPOOptions, RMOptions, SupervisedOptions
 from trimtab.data.batches import SampleOrder, TokenBatch, chunk, pack
+from trimtab.data.data_files import locations_of
 from trimtab.data.dataset import beginnings, count_shared
 from trimtab.data.examples import PairDataset, build_pair_dataset
-from trimtab.data.row_locations import locations_of
 from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.tiny import VOCABULARY, tiny_model
-from trimtab.evaluate.gcg_search import SuffixLoss, Surroundings, target_log_probs
+from trimtab.evaluate.gcg_attack import SuffixLoss, Surroundings, target_log_probs
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 

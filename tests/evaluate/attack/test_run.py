@@ -11,8 +11,7 @@ from tests.evaluate.planted import GOAL, TRIGGER, planted_policy
 from trimtab.config.jobs import AttackOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.evaluate.gcg_attack import AttackRun, Target, attack_summary, output_of
-from trimtab.evaluate.gcg_search import Search, Vocabulary
+from trimtab.evaluate.gcg_attack import AttackRun, Search, Target, Vocabulary, attack_summary, output_of
 from trimtab.rewards.types import RewardResult
 
 TARGETS = [Target(GOAL, "y"), Target(GOAL, "n")]

@@ -9,8 +9,15 @@ from transformers import PreTrainedTokenizerFast
 from tests.evaluate.planted import GOAL, TRIGGER, planted_policy
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.evaluate.gcg_attack import AttackPrompts, Target
-from trimtab.evaluate.gcg_search import Search, SearchSettings, SearchState, SuffixLoss, Vocabulary
+from trimtab.evaluate.gcg_attack import (
+    AttackPrompts,
+    Search,
+    SearchSettings,
+    SearchState,
+    SuffixLoss,
+    Target,
+    Vocabulary,
+)
 
 SETTINGS = SearchSettings(steps=14, width=48, top_k=12, seed=0)
 

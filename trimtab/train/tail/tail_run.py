@@ -29,9 +29,7 @@ from trimtab.data.prompts import (
 )
 from trimtab.data.sources import load_rows
 from trimtab.distributed.launcher import Group, Unit
-from trimtab.errors import UserError
-from trimtab.evaluate.bad_words import check_countable
-from trimtab.interrupts import StopRequest
+from trimtab.errors import StopRequest, UserError
 from trimtab.models.load import fake_policy
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.launch import load_job_tokenizer
@@ -43,7 +41,7 @@ from trimtab.train.rl.micro_batches import with_advantage
 from trimtab.train.rl.rollout_client import RolloutClient
 from trimtab.train.rl.source import RolloutSource
 from trimtab.train.rl.state import Iteration, Roles, timed
-from trimtab.train.tail.measurements import HELD_OUT, TailFiles, TailMeasurements, bad_tokens
+from trimtab.train.tail.measurements import HELD_OUT, TailFiles, TailMeasurements, bad_tokens, check_countable
 from trimtab.train.tail.proposal import tail_units_of
 from trimtab.train.tail.tail_advantages import (
     annealed_options,
