@@ -24,10 +24,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import trimtab.evaluate.generation
 import trimtab.report.page
-import trimtab.train.preference_tasks
-import trimtab.train.reward_tasks
 import trimtab.train.rl
-import trimtab.train.sft_tasks
+import trimtab.train.supervised_tasks
 import trimtab.train.tail  # noqa: F401
 from tests.config.every_job import EVERY_JOB
 from trimtab.config.option import options_of

@@ -27,7 +27,7 @@ FOUND = 60.0  # seconds for a fork to find the device
 IMPORTED = (
     *("transformers.models.llama.modeling_llama", "trimtab.api", "trimtab.report.page"),
     *("trimtab.cli.train_tail", "trimtab.cli.train_rm", "trimtab.cli.evaluate_gcg_sz"),
-    *("trimtab.train.sft_tasks", "trimtab.train.reward_tasks", "trimtab.train.rl", "trimtab.train.tail"),
+    *("trimtab.train.supervised_tasks", "trimtab.train.rl", "trimtab.train.tail"),
     *("trimtab.evaluate.generation", "trimtab.evaluate.generation", "trimtab.evaluate.gcg_attack"),
 )
 

@@ -12,7 +12,7 @@ from trimtab.algos.supervised_losses import divergence, forward_kl, jensen_shann
 from trimtab.config.jobs import KDOptions
 from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
 from trimtab.errors import UserError
-from trimtab.train.sft_tasks import KDTask
+from trimtab.train.supervised_tasks import KDTask
 
 STUDENT = [[0.2, -1.0, 2.0, 0.0], [3.0, 3.0, -4.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
 TEACHER = [[1.0, 0.5, -0.5, 0.0], [-2.0, 5.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]]

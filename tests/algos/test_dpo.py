@@ -26,10 +26,10 @@ from tests.algos.one_step import (
     trl_step,
 )
 from tests.train.job_run import make_run, preference_rows, step_gradient, write_model, write_rows
-from trimtab.algos.preference_losses import dpo_loss, ipo_loss, log_odds_ratio
+from trimtab.algos.supervised_losses import dpo_loss, ipo_loss, log_odds_ratio
 from trimtab.config.jobs import DPOOptions
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.train.preference_tasks import DPOTask
+from trimtab.train.supervised_tasks import DPOTask
 
 H = [-7.5, -0.3, 0.0, 0.2, 4.0]
 MEANS = [(-0.4, -2.3), (-3.0, -0.01), (-0.05, -0.06), (-8.0, -9.0)]
@@ -208,7 +208,7 @@ def test_a_step_equals_the_formula_over_its_pairs(folder, plain, name):
 def test_reference_log_probs_from_disk_are_those_of_the_reference(folder, plain, monkeypatch):
     expected = plain_step(plain, plain_dpo)
     assert_same_step(ours(folder, "--precompute_ref_log_probs"), expected)
-    monkeypatch.setattr("trimtab.train.preference_tasks.sequence_log_probs", None)  # now they can only be read
+    monkeypatch.setattr("trimtab.train.supervised_tasks.sequence_log_probs", None)  # now they can only be read
     assert_same_step(ours(folder, "--precompute_ref_log_probs"), expected)
 
 

@@ -21,10 +21,10 @@ from tests.algos.one_step import (
     trl_step,
 )
 from tests.train.job_run import labelled_rows, make_run, step_gradient, write_model, write_rows
-from trimtab.algos.preference_losses import kl_baseline, kto_loss
+from trimtab.algos.supervised_losses import kl_baseline, kto_loss
 from trimtab.config.jobs import KTOOptions
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.train.preference_tasks import KTOTask
+from trimtab.train.supervised_tasks import KTOTask
 
 RATIOS = [-3.0, -0.2, 0.0, 0.4, 6.0, -900.0, 900.0]
 WEIGHTS = "--beta 0.3 --desirable_loss_weight 1.5 --undesirable_loss_weight 0.7"

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.algos.one_step import STEP, assert_same_step, causal_lm, rows_of, step_of
 from tests.train.job_run import make_run, step_gradient, step_rows, write_model, write_rows
-from trimtab.algos.preference_losses import hard_step_loss, soft_step_loss
+from trimtab.algos.supervised_losses import hard_step_loss, soft_step_loss
 from trimtab.config.jobs import PRMOptions
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.train.reward_tasks import PRMTask
+from trimtab.train.supervised_tasks import PRMTask
 
 LOGITS = [[0.3, -1.2], [4.0, 1.0], [-30.0, 30.0], [0.0, 0.0]]
 

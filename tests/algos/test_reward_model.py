@@ -8,11 +8,11 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.algos.one_step import STEP, assert_same_step, chat_ids, rows_of, step_of, trl_arguments, trl_step
 from tests.train.job_run import make_run, preference_rows, step_gradient, write_model, write_rows
-from trimtab.algos.preference_losses import pairwise_loss
+from trimtab.algos.supervised_losses import pairwise_loss
 from trimtab.config.jobs import RMOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.train.reward_tasks import RMTask
+from trimtab.train.supervised_tasks import RMTask
 
 CHOSEN = [1.5, -2.0, 0.0, 40.0, 3.0]
 REJECTED = [0.5, 1.0, 0.0, -40.0, 2.9]

@@ -13,7 +13,7 @@ from trimtab.embedded import bad_word_task
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
-from trimtab.train.tail.tail_advantages import compute_proposal_advantages
+from trimtab.train.tail.tail_run import compute_proposal_advantages
 
 PAGE = DOCS / "learner.md"
 

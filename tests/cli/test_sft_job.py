@@ -17,8 +17,8 @@ from trimtab.distributed import device
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_rows
 from trimtab.models.load import load_policy
-from trimtab.train.sft_tasks import SFTTask
 from trimtab.train.supervised import MANY_BAD_STEPS, SupervisedRun
+from trimtab.train.supervised_tasks import SFTTask
 
 MODEL = ("--pretrain", "model", "--max_len", "60", "--train_batch_size", "4", "--max_epochs", "1")
 SHORT = (*MODEL, "--micro_train_batch_size", "2", "--learning_rate", "1e-2", "--lr_warmup_ratio", "0")

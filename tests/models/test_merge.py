@@ -17,8 +17,7 @@ from trimtab.embedded.sort_task import make_rows
 from trimtab.errors import UserError
 from trimtab.models.reward import AutoClassifier
 from trimtab.models.save import merge_adapter, save_model
-from trimtab.train.reward_tasks import RMTask
-from trimtab.train.sft_tasks import SFTTask
+from trimtab.train.supervised_tasks import RMTask, SFTTask
 
 IDS = torch.tensor([[3, 9, 14, 30, 4, 41, 22, 1]])
 

@@ -35,7 +35,7 @@ from trimtab.models.reward import AutoClassifier, RewardModel, rename_head, sepa
 from trimtab.models.save import save_model
 from trimtab.models.selfcheck import choose_path, probe_batch
 from trimtab.train.metrics import read_rows
-from trimtab.train.reward_tasks import RMTask
+from trimtab.train.supervised_tasks import RMTask
 
 FAMILIES = ["llama", "qwen2", "mistral", "gpt2", "gemma2", "mixtral", "bloom", "opt"]
 WITHOUT_CLASSIFIER = {"granite": "packed", "olmoe": "packed", "mamba": "padded"}  # and how they are run

@@ -8,10 +8,8 @@ from typing import Any
 from tests.train.job_run import labelled_rows, make_run, preference_rows, step_rows, write_model, write_rows
 from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, PRMOptions, RMOptions
 from trimtab.embedded.sort_task import make_rows
-from trimtab.train.preference_tasks import DPOTask, KTOTask
-from trimtab.train.reward_tasks import PRMTask, RMTask
-from trimtab.train.sft_tasks import KDTask
 from trimtab.train.supervised import SupervisedRun
+from trimtab.train.supervised_tasks import DPOTask, KDTask, KTOTask, PRMTask, RMTask
 from trimtab.train.task import Task
 
 HARD, SOFT = ["y", "n", "y"], [0.2, 1.0, 0.7, 0.0]

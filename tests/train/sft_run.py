@@ -4,8 +4,8 @@ from tests.train import job_run
 from tests.train.job_run import NoStop, relative_difference, step_gradient, write_model, write_rows
 from trimtab.config.jobs import SFTOptions
 from trimtab.embedded.sort_task import make_rows
-from trimtab.train.sft_tasks import SFTTask
 from trimtab.train.supervised import SupervisedRun
+from trimtab.train.supervised_tasks import SFTTask
 
 __all__ = ["NoStop", "make_run", "relative_difference", "step_gradient", "write_task"]
 

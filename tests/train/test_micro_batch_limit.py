@@ -16,7 +16,7 @@ from trimtab.cli.main import main
 from trimtab.distributed.device import is_out_of_memory
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.train.metrics import read_rows
-from trimtab.train.micro_batch_limit import MicroBatchLimit, memory_guard, retry_smaller
+from trimtab.train.update import MicroBatchLimit, memory_guard, retry_smaller
 
 STEP = "--train_batch_size 8 --micro_train_batch_size 8 --max_epochs 1 --learning_rate 1e-3"
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from trimtab.algos.advantages import whiten
 from trimtab.algos.group_rewards import SHAPED_BY, answer_sums, for_answers, token_scale
 from trimtab.algos.policy_losses import clipped_surrogate, kl_estimate, policy_objective, reinforce_loss
-from trimtab.algos.preference_losses import dpo_loss
-from trimtab.algos.supervised_losses import sft_loss_sum
+from trimtab.algos.supervised_losses import dpo_loss, sft_loss_sum
 from trimtab.api.arguments import suggested
 from trimtab.api.samples import Rows, Sample
 from trimtab.config.objective_options import ESTIMATORS
@@ -29,10 +28,9 @@ from trimtab.errors import RunFailed, UserError
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.plan.workload import TOKENS_ON_CPU, scoring_tokens
-from trimtab.train.micro_batch_limit import MicroBatchLimit, Result, memory_guard, retry_smaller, undo_step
 from trimtab.train.optimizer import Optimizer
 from trimtab.train.rl.micro_batches import cost, make_slice, micro_batches, packed
-from trimtab.train.update import LossTerm, accumulate
+from trimtab.train.update import LossTerm, MicroBatchLimit, Result, accumulate, memory_guard, retry_smaller, undo_step
 
 
 @dataclass

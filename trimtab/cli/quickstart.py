@@ -191,14 +191,14 @@ class Lesson:
         return Answers([row["output"] for row in rows], [row["reward"] == 1 for row in rows])
 
     def _generate_words(self, run: str, output: Path) -> list[str]:
-        from trimtab.train.rl.evaluation import SEED
+        from trimtab.train.rl.rollout_client import EVALUATION_SEED
 
         return [
             *("--pretrain", str(self.folder / run)),
             *("--dataset", str(self.task / "prompts_test.jsonl")),
             *("--input_key", "input", "--label_key", "label", "--apply_chat_template"),
             *("--reward_verifier", "exact"),
-            *("--max_new_tokens", ANSWER_TOKENS, "--temperature", "1", "--seed", str(SEED)),
+            *("--max_new_tokens", ANSWER_TOKENS, "--temperature", "1", "--seed", str(EVALUATION_SEED)),
             *("--output_path", str(output)),
         ]
 

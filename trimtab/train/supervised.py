@@ -62,17 +62,7 @@ from trimtab.train.launch import (
 )
 from trimtab.train.layer_compilation import SupervisedCompilation
 from trimtab.train.metrics import RunLog
-from trimtab.train.micro_batch_limit import (
-    FLAGS,
-    MicroBatchLimit,
-    RebuildModels,
-    memory_guard,
-    retry_smaller,
-    undo_step,
-)
 from trimtab.train.optimizer import Optimizer
-from trimtab.train.preference_tasks import DPOTask, KTOTask
-from trimtab.train.reward_tasks import PRMTask, RMTask
 from trimtab.train.run_directory import (
     RunDirectory,
     SpaceWatch,
@@ -82,9 +72,18 @@ from trimtab.train.run_directory import (
     make_manifest,
     names_fingerprint,
 )
-from trimtab.train.sft_tasks import KDTask, SFTTask
+from trimtab.train.supervised_tasks import DPOTask, KDTask, KTOTask, PRMTask, RMTask, SFTTask
 from trimtab.train.task import Task
-from trimtab.train.update import Totals, accumulate
+from trimtab.train.update import (
+    MEMORY_FLAGS,
+    MicroBatchLimit,
+    RebuildModels,
+    Totals,
+    accumulate,
+    memory_guard,
+    retry_smaller,
+    undo_step,
+)
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
 NO_ROOM = 256  # a value outside the signal numbers: a process could not write
@@ -310,7 +309,7 @@ class SupervisedRun:
         where = f"go on from {saved} with --load_checkpoint" if saved else "nothing was saved"
         raise RunFailed(
             f"a pass of one sample, at most {int(lengths[samples].max()):,} tokens, does not fit into memory ({why}); "
-            f"lower --max_len; {FLAGS}; {where}"
+            f"lower --max_len; {MEMORY_FLAGS}; {where}"
         )
 
     def make_batches(self, cut: list[list[int]], *, evaluation: bool = False) -> list[TokenBatch]:

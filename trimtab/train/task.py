@@ -28,8 +28,7 @@ from trimtab.models.packed import PackedModel, learned_positions
 from trimtab.models.parallel.sharded_model import FrozenPlacement, enable_context_parallel, is_frozen_sharded
 from trimtab.models.policy import Policy
 from trimtab.models.reward import REWARDS
-from trimtab.train.micro_batch_limit import MicroBatchLimit
-from trimtab.train.update import LossTerm, Totals, balance_loss_term, sums_by_sequence
+from trimtab.train.update import LossTerm, MicroBatchLimit, Totals, balance_loss_term, sums_by_sequence
 
 
 class Task:

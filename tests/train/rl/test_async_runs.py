@@ -17,10 +17,10 @@ from tests.train.rl.test_resume import at
 from trimtab.cli.main import main
 from trimtab.errors import CannotWrite, OutOfMemory
 from trimtab.train.metrics import read_rows
-from trimtab.train.micro_batch_limit import InsufficientMemory, RebuildModels
 from trimtab.train.rl.async_worker import AsyncRolloutWorker
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
+from trimtab.train.update import InsufficientMemory, RebuildModels
 
 SLOW = """
 import random, time

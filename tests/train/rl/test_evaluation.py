@@ -8,7 +8,7 @@ import pytest
 from tests.train.rl.rl_run import arguments, rows, without, write_task
 from trimtab.cli.main import main
 from trimtab.evaluate.tail_risk import share
-from trimtab.train.rl.evaluation import with_interval
+from trimtab.train.rl.rollout_client import with_interval
 
 
 def test_a_rate_has_the_interval_of_as_many_prompts_and_a_part_that_does_not_apply_is_left_out():

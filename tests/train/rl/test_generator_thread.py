@@ -11,8 +11,8 @@ from tests.train.rl.test_async_worker import DRAWN, Judge, Words, admission
 from trimtab.errors import RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.micro_batch_limit import InsufficientMemory
 from trimtab.train.rl.async_worker import ThreadedRolloutWorker
+from trimtab.train.update import InsufficientMemory
 
 LONG = SamplingParams(max_new_tokens=400, n=3)
 SOON = 20.0  # seconds within which a thread gets its turn, on any machine

@@ -19,8 +19,7 @@ from tests.train.tail.small_world import (
     token_log_probs,
     write_world,
 )
-from trimtab.train.tail.tail_advantages import compute_policy_advantages, compute_proposal_advantages
-from trimtab.train.tail.tail_run import TailIteration
+from trimtab.train.tail.tail_run import TailIteration, compute_policy_advantages, compute_proposal_advantages
 
 BETA, LAMBDA = -1.5, 0.4
 EVERYTHING = len(ANSWERS)

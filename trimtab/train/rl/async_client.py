@@ -17,7 +17,6 @@ from trimtab.distributed.launcher import EngineLost, Group, PendingCall, Unanswe
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.micro_batch_limit import InsufficientMemory
 from trimtab.train.rl.rollout_client import RolloutClient, serializing_prompts
 from trimtab.train.rl.rollout_files import ReportedSpan
 from trimtab.train.rl.rollout_worker import (
@@ -29,6 +28,7 @@ from trimtab.train.rl.rollout_worker import (
     Wait,
     rollout_too_large,
 )
+from trimtab.train.update import InsufficientMemory
 
 MOST_ROWS = 40  # of the watchdog's table
 STORE = "train"

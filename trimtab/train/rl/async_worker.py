@@ -32,7 +32,6 @@ from trimtab.rollout.engine import Session
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
-from trimtab.train.micro_batch_limit import InsufficientMemory, memory_guard
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_files import GENERATING, SCORING, ReportedSpan, Spans
 from trimtab.train.rl.rollout_worker import (
@@ -47,6 +46,7 @@ from trimtab.train.rl.rollout_worker import (
     failed_groups,
     rollout_too_large,
 )
+from trimtab.train.update import InsufficientMemory, memory_guard
 
 LOOK_EVERY = 0.05  # seconds between two checks for a stop signal while waiting for rewards
 TO_END = 5.0  # seconds to wait for the thread to end

@@ -25,7 +25,6 @@ from trimtab.train.alarms import not_finite_line, resume_line
 from trimtab.train.checkpoint import Checkpoints, reading_checkpoint
 from trimtab.train.checkpoint_files import ShardedTensors, write_sharded
 from trimtab.train.metrics import MetricsFile, RunLog
-from trimtab.train.micro_batch_limit import InsufficientMemory
 from trimtab.train.rl.async_client import RolloutStalled
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
 from trimtab.train.rl.rollout_client import EnvironmentFailed
@@ -39,6 +38,7 @@ from trimtab.train.rl.rollout_files import (
     whole_groups,
 )
 from trimtab.train.run_directory import RunDirectory, SpaceWatch, adam_bytes, compare_manifests
+from trimtab.train.update import InsufficientMemory
 
 LEARNERS = ("actor", "critic", "proposal")
 LOOP_FOLDERS = ("experience", "ahead")

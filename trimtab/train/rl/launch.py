@@ -49,7 +49,6 @@ from trimtab.train.launch import (
     saved_passes,
     with_few_rows,
 )
-from trimtab.train.micro_batch_limit import InsufficientMemory, RebuildModels
 from trimtab.train.rl.async_source import AsyncSource
 from trimtab.train.rl.checks import (
     check_drop_last,
@@ -59,7 +58,6 @@ from trimtab.train.rl.checks import (
     check_teacher,
     critic_start,
 )
-from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
@@ -71,7 +69,7 @@ from trimtab.train.rl.roles import (
     make_units_in_processes,
     with_environment_defaults,
 )
-from trimtab.train.rl.rollout_client import RolloutClient
+from trimtab.train.rl.rollout_client import Evaluation, RolloutClient
 from trimtab.train.rl.rollout_worker import (
     Admission,
     Collected,
@@ -91,6 +89,7 @@ from trimtab.train.rl.source import (
 )
 from trimtab.train.rl.state import Roles
 from trimtab.train.run_directory import learning_settings, make_manifest
+from trimtab.train.update import InsufficientMemory, RebuildModels
 
 
 class Controller:

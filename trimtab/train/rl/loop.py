@@ -17,17 +17,16 @@ from trimtab.distributed.launcher import Group
 from trimtab.errors import Interrupted, RunFailed, StopRequest
 from trimtab.train.alarms import diverged_line, resume_line
 from trimtab.train.launch import gc_frozen
-from trimtab.train.micro_batch_limit import MicroBatchLimit
-from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import Checkpoint, RunFiles
 from trimtab.train.rl.micro_batches import MicroBatcher, TextMixture, all_mini_batches
 from trimtab.train.rl.roles import LayerCompilation
-from trimtab.train.rl.rollout_client import RolloutClient
+from trimtab.train.rl.rollout_client import Evaluation, RolloutClient
 from trimtab.train.rl.source import RolloutSource, Sampled, prepare
 from trimtab.train.rl.state import Counters, Iteration, Roles, row_of, timed
 from trimtab.train.rl.token_advantages import compute_advantages, penalties, trained
 from trimtab.train.rl.weight_sync import LogProbCheck, SampleCheck, WeightSync
+from trimtab.train.update import MicroBatchLimit
 
 
 class RLRun:

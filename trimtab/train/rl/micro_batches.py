@@ -26,16 +26,16 @@ from trimtab.data.sources import load_rows
 from trimtab.distributed.launcher import Group
 from trimtab.distributed.process_group import deal
 from trimtab.plan.workload import scoring_tokens
-from trimtab.train.micro_batch_limit import (
-    FLAGS,
+from trimtab.train.rl.experience import Experience, Trajectories, block_sums, joined, runs
+from trimtab.train.task import Totals
+from trimtab.train.update import (
+    MEMORY_FLAGS,
     InsufficientMemory,
     MicroBatchLimit,
     RebuildModels,
     Result,
     retry_smaller,
 )
-from trimtab.train.rl.experience import Experience, Trajectories, block_sums, joined, runs
-from trimtab.train.task import Totals
 
 
 class AnswerBatch(TokenBatch):
@@ -268,7 +268,7 @@ class MicroBatcher:
             longest = max(tokens for tokens, _ in self._sent)
             raise InsufficientMemory(
                 f"a pass of one answer, {longest:,} tokens with its prompt, does not fit into memory ({why}); lower "
-                f"--generate_max_len or --prompt_max_len; {FLAGS}"
+                f"--generate_max_len or --prompt_max_len; {MEMORY_FLAGS}"
             )
         print(f"out of memory: begun anew in passes of at most {self.limit}; one of {of} did not fit", flush=True)
         if several:

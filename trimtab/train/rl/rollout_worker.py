@@ -23,8 +23,8 @@ from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
-from trimtab.train.micro_batch_limit import InsufficientMemory, memory_guard
 from trimtab.train.rl.experience import Experience
+from trimtab.train.update import InsufficientMemory, memory_guard
 
 
 @dataclass

@@ -35,13 +35,12 @@ from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, rew
 from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.checkpoint_files import HostTensors, ShardedTensors, all_finite, write_sharded
 from trimtab.train.layer_compilation import compile_if_worthwhile, compile_report, first_problem
-from trimtab.train.micro_batch_limit import InsufficientMemory, memory_guard, undo_step
 from trimtab.train.optimizer import Optimizer, WeightAverage
 from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_loss_term, text_loss_term, value_loss_term
 from trimtab.train.run_directory import names_fingerprint
 from trimtab.train.task import FrozenScorer
-from trimtab.train.update import LossTerm, Totals, accumulate
+from trimtab.train.update import InsufficientMemory, LossTerm, Totals, accumulate, memory_guard, undo_step
 
 RoleModel = tuple[PackedModel, Device, Sequence[AtWork]]
 """A model, its device, and the context managers in which it runs without gradients."""

@@ -34,7 +34,6 @@ from trimtab.models.proposal_policies import SharedBasePolicy, TwistedPolicy, Tw
 from trimtab.rewards.build import Parts, non_model_rewards
 from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.launch import load_job_tokenizer
-from trimtab.train.micro_batch_limit import memory_guard
 from trimtab.train.rl.micro_batches import Slice, batches_of
 from trimtab.train.rl.objective import agreement
 from trimtab.train.rl.roles import (
@@ -48,7 +47,7 @@ from trimtab.train.rl.roles import (
 )
 from trimtab.train.rl.trainer import PolicyTrainer, fetched
 from trimtab.train.tail.measurements import BadWords, bad_tokens
-from trimtab.train.update import LossTerm, Totals
+from trimtab.train.update import LossTerm, Totals, memory_guard
 
 # ---- trainers
 
