@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from trimtab import job
-from trimtab.api.call import ProcessOutput
+from trimtab.api.run import ProcessOutput
 from trimtab.config.jobs import SFTOptions
 from trimtab.distributed.supervision import LAUNCHER_SOCKET
 from trimtab.errors import RunFailed, UserError

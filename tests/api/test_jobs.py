@@ -192,7 +192,7 @@ def test_no_error_tells_a_key(task, monkeypatch):
         raise trimtab.RunFailed(f"wandb refused {key}")
 
     monkeypatch.setattr("trimtab.config.resolved_config.find_spec", lambda module: object())
-    monkeypatch.setattr("trimtab.api.call.start_job", refuse)
+    monkeypatch.setattr("trimtab.api.run.start_job", refuse)
     with pytest.raises(trimtab.RunFailed, match="wandb refused <redacted>"):
         trimtab.sft(task / "model", task / "rows.jsonl", use_wandb=key, **SFT)
 

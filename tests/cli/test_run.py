@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from trimtab.api.call import call_errors
+from trimtab.api.run import call_errors
 from trimtab.cli.main import guarded, run_job
 from trimtab.config import resolved_config as support
 from trimtab.config.jobs import SFTOptions

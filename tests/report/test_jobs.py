@@ -6,9 +6,9 @@ import random
 import pytest
 
 from tests.report.pages import FIGURES, Checked, write_run
+from trimtab.report.charts import OBJECTIVES
 from trimtab.report.comparison import write_comparison
 from trimtab.report.page import write_report
-from trimtab.report.panels import OBJECTIVES
 from trimtab.report.run_data import read_run
 from trimtab.report.summary import chosen_options, differing_options
 

@@ -9,9 +9,9 @@ import pytest
 from tests.report.pages import Checked, rl_evaluation, rl_row, write_metrics, write_rl_run, write_run
 from trimtab.cli.main import main
 from trimtab.config import jobs
+from trimtab.report.charts import objective_panels
 from trimtab.report.comparison import comparability, write_comparison
 from trimtab.report.page import write_report
-from trimtab.report.panels import objective_panels
 from trimtab.report.rollouts import best_and_worst, edges_of
 from trimtab.report.run_data import RL_JOBS, read_run
 from trimtab.report.summary import job_name

@@ -2,8 +2,7 @@ import pytest
 
 from tests.report.pages import write_rl_run
 from trimtab.files import locked, mark_finished, mark_unfinished
-from trimtab.report.run_data import FollowedRun
-from trimtab.report.run_state import Condition, progress_of, state_of
+from trimtab.report.run_data import Condition, FollowedRun, progress_of, state_of
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from trimtab.api.arguments import argument_names, job_arguments
-from trimtab.api.call import Listener, call_errors, check_reachable, run, train
-from trimtab.api.run import Run
+from trimtab.api.run import Listener, Run, call_errors, check_reachable, run, train
 from trimtab.config.jobs import JOBS, TRAINED, GenerateOptions
 from trimtab.config.option import Option, options_of
 from trimtab.config.parser import parse_values

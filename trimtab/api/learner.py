@@ -17,10 +17,19 @@ from typing import Any
 import numpy as np
 
 from trimtab.api.arguments import suggested
-from trimtab.api.call import call_errors
 from trimtab.api.learner_losses import Gathered, Loss, Passes, chosen, is_number
-from trimtab.api.learner_rollouts import LIMITS, SAMPLING, Asked, Prompt, Prompts, play, rooms, sampling_of, seeds_of
-from trimtab.api.learner_server import Turns
+from trimtab.api.learner_rollouts import (
+    LIMITS,
+    SAMPLING,
+    Asked,
+    Prompt,
+    Prompts,
+    Turns,
+    play,
+    rooms,
+    sampling_of,
+    seeds_of,
+)
 from trimtab.api.learner_state import (
     Built,
     Reference,
@@ -33,6 +42,7 @@ from trimtab.api.learner_state import (
     set_names,
     write_state,
 )
+from trimtab.api.run import call_errors
 from trimtab.api.samples import Episode, Rows, Sample, as_list, temperature_of
 from trimtab.config.jobs import LearnerOptions
 from trimtab.data.tokenizer import texts_of
@@ -330,7 +340,7 @@ class Learner:
         go on after an `optim_step` with the new weights. `port`: 0 is any that is free; `token`: what requests must
         bring as their API key.
         """
-        from trimtab.api.learner_server import serving
+        from trimtab.api.learner_rollouts import serving
 
         if self.tokenizer is None:
             raise UserError("serve needs a tokenizer: give the Learner one")

@@ -75,7 +75,7 @@ def watch(argv: Sequence[str]) -> None:
     if options.port and not options.page:
         raise UserError("--port has no meaning without --page")
 
-    from trimtab.report.run_state import watched_folders
+    from trimtab.report.run_data import watched_folders
 
     folders = watched_folders(options.runs, wait=options.wait)
     if options.page:

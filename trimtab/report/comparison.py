@@ -17,14 +17,23 @@ import numpy as np
 
 from trimtab.errors import UserError
 from trimtab.evaluate.tail_risk import t_intervals
-from trimtab.report.charts import COLOURS, Line, chart, smooth, window_of
+from trimtab.report.charts import (
+    COLOURS,
+    EVALUATION,
+    LOSS,
+    Line,
+    Panel,
+    chart,
+    objective_panels,
+    pace_panels,
+    smooth,
+    window_of,
+)
 from trimtab.report.distributions import accuracy_of
 from trimtab.report.findings import findings
 from trimtab.report.formatting import duration, percent, plain, short_number
-from trimtab.report.page import place, static_page, write_page
-from trimtab.report.panels import EVALUATION, LOSS, Panel, objective_panels, pace_panels
+from trimtab.report.page import MOST_SAMPLES, flatten, pairs, place, sample_cell, sentence, static_page, write_page
 from trimtab.report.run_data import Point, RunData, finite, read_run
-from trimtab.report.sections import MOST_SAMPLES, flatten, pairs, sample_cell, sentence
 from trimtab.report.summary import PLACES, chosen_options, defaults_of, differing_options, job_name, lead, subject
 
 WITHOUT_MEANING = PLACES | {"seed", "use_tensorboard", "use_visualdl", "record", "wandb_group"}

@@ -28,9 +28,8 @@ from trimtab.config.rl_options import AsyncOptions, RecordingOptions
 from trimtab.errors import UserError
 from trimtab.report.charts import Line, chart
 from trimtab.report.formatting import percent, plain, plural, short_number, spans, table
-from trimtab.report.page import place, static_page, write_page
+from trimtab.report.page import place, sentence, static_page, write_page
 from trimtab.report.run_data import MANIFEST, RunData, finite
-from trimtab.report.sections import sentence
 from trimtab.report.summary import defaults_of, job_name
 
 FEWEST_STEPS = 5

@@ -32,11 +32,9 @@ from trimtab.errors import UserError
 from trimtab.report.assets import LIVE_STYLE, SCRIPT
 from trimtab.report.findings import warnings
 from trimtab.report.formatting import duration, short_name, short_number
-from trimtab.report.page import SECTIONS, document
+from trimtab.report.page import SECTIONS, document, finding_list, key_figures
 from trimtab.report.rollouts import answers
-from trimtab.report.run_data import FollowedLines, FollowedRun, finite
-from trimtab.report.run_state import Condition, progress_of, state_of
-from trimtab.report.sections import finding_list, key_figures
+from trimtab.report.run_data import Condition, FollowedLines, FollowedRun, finite, progress_of, state_of
 from trimtab.report.summary import job_name, lead, subject
 from trimtab.server.http import RequestGate, address, bind, is_loopback_host, make_server, run_until_signal
 

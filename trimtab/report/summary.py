@@ -10,8 +10,8 @@ from typing import Any
 from trimtab.config import jobs
 from trimtab.config.objective_options import CALLED
 from trimtab.config.option import options_of
+from trimtab.report.charts import PASS, best_of, is_binary
 from trimtab.report.formatting import duration, percent, plain, plural, short_name, short_number, sparkline
-from trimtab.report.panels import PASS, best_of, is_binary
 from trimtab.report.run_data import Point, RunData, finite
 
 PLACES = {"save_path", "ckpt_path", "wandb_run_name"}

@@ -18,8 +18,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from trimtab.report.run_data import FollowedRun
-from trimtab.report.run_state import Condition
+from trimtab.report.run_data import Condition, FollowedRun
 from trimtab.report.terminal_view import Watched, lines_of, overview
 
 SEQUENCES = {

@@ -15,8 +15,18 @@ from rich.text import Text
 from trimtab.report.findings import warnings
 from trimtab.report.formatting import duration, percent, plain, plural, short_number, sparkline
 from trimtab.report.rollouts import answer_facts, best_and_worst, turns_of
-from trimtab.report.run_data import FollowedRun, Point, RunData, finite
-from trimtab.report.run_state import RECENT, Condition, Progress, State, progress_of, state_of
+from trimtab.report.run_data import (
+    RECENT,
+    Condition,
+    FollowedRun,
+    Point,
+    Progress,
+    RunData,
+    State,
+    finite,
+    progress_of,
+    state_of,
+)
 from trimtab.report.summary import job_name, success_of
 from trimtab.report.time_line import phase_times
 
