@@ -26,17 +26,17 @@ MAY_IMPORT = {
     # The same for callers in Python. Who gives options and objects wants everything but the words of a command.
     "api": {
         *("job", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "data"),
-        *("algos", "rollout", "envs", "plan", "progress", "errors"),
+        *("algos", "rollout", "envs", "plan", "progress", "interrupts", "errors"),
         *("server", "sandbox", "files"),
     },
     "train": {
-        *("data", "models", "plan", "algos", "rollout", "rewards", "distributed", "config", "progress"),
+        *("data", "models", "plan", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
         *("envs", "server", "sandbox", "errors", "files"),
         "evaluate.tail_risk",
     },
     # What memory and time a job will need: one cost model of what training does.
     "plan": {"data", "models", "rollout", "rewards", "distributed", "config", "errors"},
-    "models": {"data.batches", "data.hub", "distributed", "config", "errors", "files"},
+    "models": {"data.batches", "data.hub", "distributed", "config", "interrupts", "errors", "files"},
     "rollout": {"data.batches", "models", "distributed", "errors"},
     "rewards": {
         *("data", "models", "distributed", "config", "rollout.episode", "sandbox", "errors"),
@@ -51,17 +51,18 @@ MAY_IMPORT = {
         "errors",
     },
     "data": {"config", "errors", "files"},
-    "distributed": {"errors"},
+    "distributed": {"interrupts", "errors"},
     "algos": set(),
     "config": {"errors"},
     "evaluate": {
-        *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress"),
+        *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress", "interrupts"),
         *("envs", "server", "sandbox", "errors", "files"),
     },
     # Pages, the live page that is served, and the terminal view of a run.
     "report": {"evaluate", "server.http", "config", "errors", "files"},
     "embedded": {"data.tokenizer", "envs.types", "errors"},
     "progress": set(),
+    "interrupts": {"errors"},
     "files": {"errors"},
     "errors": set(),
 }

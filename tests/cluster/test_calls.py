@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.machines import wait_until
 from trimtab.distributed.launcher import Unanswered
 from trimtab.distributed.serialization import Serializer
-from trimtab.errors import StopRequest
+from trimtab.interrupts import StopRequest
 
 
 class Engine:

@@ -7,7 +7,8 @@ import pytest
 from trimtab.config.parser import parse
 from trimtab.config.resolved_config import settle
 from trimtab.config.rl_jobs import PPOOptions
-from trimtab.errors import StopRequest, UserError
+from trimtab.errors import UserError
+from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.train.rl.checks import locations_of
 from trimtab.train.rl.roles import layout_of_units, make_units_in_processes

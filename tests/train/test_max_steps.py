@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.train.rl import rl_run
 from tests.train.test_resume import arguments, folder  # noqa: F401 (a fixture)
 from trimtab.cli.main import main
-from trimtab.errors import StopRequest
+from trimtab.interrupts import StopRequest
 from trimtab.train.metrics import CLOCK_FIELDS, read_rows
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.supervised import SupervisedRun

@@ -24,7 +24,8 @@ from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import World
 from trimtab.distributed.random_state import process_seed, random_state, restore_random_state, seed_everything
-from trimtab.errors import RunFailed, StopRequest
+from trimtab.errors import RunFailed
+from trimtab.interrupts import StopRequest
 
 HOST = "host"  # name of the role that builds the others
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from trimtab.distributed.device import INTERFACES, Device, kind_of, widest
 from trimtab.distributed.serialization import Serializer
 from trimtab.distributed.supervision import STORE_SOCKET, own_heartbeat, watch_others
-from trimtab.errors import SIGNALS, StopRequest, UserError
+from trimtab.errors import UserError
+from trimtab.interrupts import SIGNALS, StopRequest
 
 Item = TypeVar("Item")
 

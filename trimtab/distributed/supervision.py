@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from trimtab.errors import SIGNALS, handled_signals
+from trimtab.interrupts import SIGNALS, handled_signals
 
 LAUNCHER_SOCKET = "TRIMTAB_LAUNCHER_LINE"  # environment variable: descriptor of the socket to our launcher
 STORE_SOCKET = "TRIMTAB_STORE_SOCKET"  # environment variable: descriptor of the socket for torch's store on rank 0

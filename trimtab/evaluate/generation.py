@@ -28,8 +28,9 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.process_group import World, find_world, leave_world, share_signals
 from trimtab.distributed.random_state import seed_everything
-from trimtab.errors import StopRequest, UserError
+from trimtab.errors import UserError
 from trimtab.evaluate.journal import Journal, work_through, write_rows
+from trimtab.interrupts import StopRequest
 from trimtab.models.load import fake_policy_with_fingerprint, load_frozen_policy
 from trimtab.models.policy import Policy
 from trimtab.models.pretrained import check_model_folder, quiet_transformers, weights_fingerprint

@@ -16,8 +16,9 @@ from typing import Any, TextIO
 from trimtab.config.jobs import GenerateOptions
 from trimtab.data.conversion import post_process
 from trimtab.distributed.process_group import World
-from trimtab.errors import Interrupted, StopRequest, UserError
+from trimtab.errors import Interrupted, UserError
 from trimtab.files import replacing, write_json, writing
+from trimtab.interrupts import StopRequest
 from trimtab.progress import RunProgress
 from trimtab.sandbox.process import RunStopped
 

@@ -30,7 +30,8 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.fsdp import local
 from trimtab.distributed.random_state import preserve_rng_state
-from trimtab.errors import UserError, unheard_by_children
+from trimtab.errors import UserError
+from trimtab.interrupts import unheard_by_children
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import PackedPass, carried
 from trimtab.models.packed import PackedModel, has_dropout, learned_positions, scoring

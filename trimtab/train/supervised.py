@@ -29,8 +29,9 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import World, deal, find_world, leave_world, reinit_process_group
 from trimtab.distributed.random_state import process_seed, random_state, restore_random_state, seed_everything
 from trimtab.distributed.supervision import own_heartbeat
-from trimtab.errors import CannotWrite, Interrupted, RunFailed, StopRequest, UserError
+from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.files import write_json, writing
+from trimtab.interrupts import StopRequest
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.parallel.sharded_model import check_parallel_options, mesh_of
 from trimtab.models.pretrained import check_model_folder

@@ -8,7 +8,8 @@ import torch
 
 from tests.train.rl.scripted_client import FakeClient, Process, SeveralWorkers
 from trimtab.config.rl_jobs import GRPOOptions
-from trimtab.errors import StopRequest, UserError
+from trimtab.errors import UserError
+from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.rl.async_client import RolloutStalled

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trimtab.config.rl_jobs import GRPOOptions
-from trimtab.errors import StopRequest
+from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory

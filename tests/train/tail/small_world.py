@@ -21,7 +21,7 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.launcher import RoleHost
 from trimtab.distributed.local_launcher import launcher_of
 from trimtab.distributed.process_group import World
-from trimtab.errors import StopRequest
+from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.rewards.types import RewardRequest, RewardResult
 from trimtab.rollout.trajectory import Trajectory

@@ -48,7 +48,8 @@ from trimtab.distributed.ray.workers import (
     WorkerRank,
 )
 from trimtab.distributed.serialization import Serializer
-from trimtab.errors import OutOfMemory, RunFailed, StopRequest, UserError
+from trimtab.errors import OutOfMemory, RunFailed, UserError
+from trimtab.interrupts import StopRequest
 
 ADDRESS = "RAY_ADDRESS"  # `ray job submit` sets it for the command that it starts
 TO_ANSWER = 10.0  # seconds to wait for a connection to Ray

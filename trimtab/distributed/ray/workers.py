@@ -38,7 +38,8 @@ from trimtab.distributed.process_group import (
 from trimtab.distributed.serialization import Serializer
 from trimtab.distributed.supervision import GRACE, in_collective, is_lost_connection, own_heartbeat
 from trimtab.distributed.weight_transfer import NODE_ADDRESS
-from trimtab.errors import OutOfMemory, RunFailed, StopRequest, UserError
+from trimtab.errors import OutOfMemory, RunFailed, UserError
+from trimtab.interrupts import StopRequest
 
 DONE, NO_ROOM, MISTAKE, FAILED = "done", "no room", "mistake", "failed"
 # Seconds: between two checks of pending calls; between two heartbeats; to find the dead process after a failure; for

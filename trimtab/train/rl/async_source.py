@@ -34,7 +34,8 @@ from torch import Tensor
 
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import SampleOrder
-from trimtab.errors import StopRequest, UserError
+from trimtab.errors import UserError
+from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams, request_seed

@@ -18,7 +18,8 @@ from trimtab.distributed.local_launcher import LocalProcessLauncher, launcher_of
 from trimtab.distributed.process_group import World, find_world, leave_world, share_signals, stop_was_requested
 from trimtab.distributed.ray.placement import table
 from trimtab.distributed.supervision import own_heartbeat
-from trimtab.errors import Interrupted, RunFailed, StopRequest, UserError
+from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.interrupts import StopRequest
 from trimtab.models.load import fake_policy
 from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.plan.micro_batches import (

@@ -14,7 +14,8 @@ from trimtab.algos.advantages import merge_moments
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import SampleOrder
 from trimtab.distributed.launcher import Group
-from trimtab.errors import Interrupted, RunFailed, StopRequest
+from trimtab.errors import Interrupted, RunFailed
+from trimtab.interrupts import StopRequest
 from trimtab.train.alarms import diverged_line, resume_line
 from trimtab.train.launch import gc_frozen
 from trimtab.train.rl.experience import Experience

@@ -17,7 +17,8 @@ from trimtab.distributed.ray.launcher import RayLauncher, connected, stop_line
 from trimtab.distributed.ray.placement import Layout, Placement, table
 from trimtab.distributed.ray.preflight import preflight
 from trimtab.distributed.ray.workers import RayJob
-from trimtab.errors import Interrupted, RunFailed, StopRequest, UserError
+from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.models.pretrained import quiet_transformers
 from trimtab.train.alarms import last_checkpoint_line, newest_checkpoint_mark

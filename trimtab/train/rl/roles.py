@@ -27,7 +27,8 @@ from trimtab.distributed.launcher import RoleContext, Unit
 from trimtab.distributed.process_group import Peers
 from trimtab.distributed.ray.placement import Layout
 from trimtab.distributed.weight_transfer import TransferSender
-from trimtab.errors import StopRequest, UserError
+from trimtab.errors import UserError
+from trimtab.interrupts import StopRequest
 from trimtab.models.load import Loaded, fake_policy, load_policy, load_reward_model
 from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic

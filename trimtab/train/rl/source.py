@@ -31,8 +31,9 @@ from trimtab.config.objective_options import ESTIMATORS
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import SampleOrder
 from trimtab.data.prompts import PromptDataset
-from trimtab.errors import StopRequest, UserError
+from trimtab.errors import UserError
 from trimtab.files import replacing, writing
+from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.experience import Experience, is_earlier

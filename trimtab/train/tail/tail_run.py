@@ -54,7 +54,8 @@ from trimtab.data.prompts import (
 )
 from trimtab.data.sources import load_rows
 from trimtab.distributed.launcher import Group, Unit
-from trimtab.errors import StopRequest, UserError
+from trimtab.errors import UserError
+from trimtab.interrupts import StopRequest
 from trimtab.models.load import fake_policy
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.launch import load_job_tokenizer
