@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -35,6 +36,14 @@ def pytest_collection_modifyitems(items):
             seen[name] += 1
             if seen[name] > marker.args[0]:
                 item.add_marker("long")
+
+
+@pytest.fixture
+def trimtab(capsys):
+    """Runs `trimtab WORDS` in this process; see tests/command.py."""
+    from tests import command
+
+    return partial(command.run, capsys)
 
 
 @pytest.fixture(autouse=True)

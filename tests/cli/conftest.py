@@ -56,3 +56,29 @@ def job(place, monkeypatch, capsys):
 @pytest.fixture
 def sft(job):
     return job("sft")
+
+
+@pytest.fixture
+def refused_alike(job):
+    """The one line that a refused command says, at its start and, unless told otherwise, in a dry run."""
+
+    def refuse(verb: str, *words: object, dry: bool = True) -> str:
+        before = sorted(os.listdir())
+        lines = {job(verb)(*words, *more).mistake for more in ([], ["--dry_run"])[: 1 + dry]}
+        assert len(lines) == 1, lines
+        assert sorted(os.listdir()) == before, "something was left behind"
+        return lines.pop()
+
+    return refuse
+
+
+@pytest.fixture
+def wandb_at_home(place, monkeypatch):
+    """wandb's settings and caches where they can be searched."""
+    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "NETRC"):
+        monkeypatch.setenv(name, str(place / name.lower()))
+    (place / "home").mkdir()
+    monkeypatch.setenv("HOME", str(place / "home"))
+    wandb = pytest.importorskip("wandb")
+    yield
+    wandb.teardown()  # the next test's environment is another

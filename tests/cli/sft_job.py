@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
+from tests import command
 from tests.tiny import tiny_model
-from trimtab.cli.main import main
 from trimtab.embedded import sort_task
 from trimtab.train.metrics import read_rows
 from trimtab.train.supervised import SupervisedRun
@@ -44,22 +44,6 @@ def conversation(*turns: str) -> dict:
 
 
 @dataclass
-class Outcome:
-    verb: str
-    code: int
-    out: str
-    err: str
-
-    @property
-    def mistake(self) -> str:
-        """The one line of a refused command."""
-        begin = f"trimtab {self.verb}: error: "
-        assert self.code == 2, (self.code, self.out, self.err)
-        assert self.err.startswith(begin) and self.err.count("\n") == 1, self.err
-        return self.err.removeprefix(begin).strip()
-
-
-@dataclass
 class Job:
     """Runs the command, and keeps what it trained on."""
 
@@ -69,10 +53,9 @@ class Job:
     run: SupervisedRun | None = None  # the last one that made a step
     batches: list = field(default_factory=list)
 
-    def __call__(self, *words: object) -> Outcome:
+    def __call__(self, *words: object) -> command.Outcome:
         self.batches = []
-        code = main([self.verb, *map(str, words)])
-        return Outcome(self.verb, code, *self.capsys.readouterr())
+        return command.run(self.capsys, self.verb, *words)
 
     def watch(self, monkeypatch) -> None:
         plain = SupervisedRun.train_step

@@ -1,8 +1,10 @@
 """`trimtab attack` as a user types it, on tiny models."""
 
 import json
+import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ from transformers import LlamaForSequenceClassification
 
 from tests.cli.sft_job import make_tokenizer, write_model
 from tests.tiny import tiny_model
-from trimtab.cli.main import main
 from trimtab.config.jobs import AttackOptions
 from trimtab.config.parser import parse
 from trimtab.config.resolved_config import check, settle
@@ -68,29 +69,34 @@ def test_options_of_a_reward_model_that_is_not_there_are_a_warning(place, extra)
     assert check(parse(AttackOptions, [*given, "--reward_pretrain", f"{place}/judge"])) == []
 
 
-def test_an_attack_writes_its_findings_and_says_what_came_out(place, tmp_path, capsys):
+def found_by(trimtab, place, extra) -> tuple[str, list[dict]]:
+    """What an attack prints and writes."""
+    done = trimtab(*words(place, extra))
+    assert done.code == 0, done.err
+    output = Path(extra.split("--output_path ")[1])
+    return done.out, [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_an_attack_writes_its_findings_and_says_what_came_out(place, tmp_path, trimtab):
     output = tmp_path / "found.jsonl"
     judged = f"--reward_pretrain {place}/judge --reward_threshold 0 --output_path {output}"
-    assert main(words(place, judged)) == 0
-    out = capsys.readouterr().out
+    out, rows = found_by(trimtab, place, judged)
     assert "plain goal" in out and "with suffix" in out and str(output) in out
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["goal"] for row in rows] == ["How are you", "Who is it"]
     assert all(len(row["after"]["rewards"]) == 5 for row in rows)
     figures = json.loads((tmp_path / "found.summary.json").read_text())
     assert figures["targets"] == 2 and len(figures["after"]["successful_replies"]) == 2
 
 
-def test_normalised_rewards_are_on_the_scale_that_training_had(place, tmp_path):
+def test_normalised_rewards_are_on_the_scale_that_training_had(place, tmp_path, trimtab):
     """A threshold means the same in `trimtab tail --normalize_reward` and in the attack on what it wrote."""
     judge = shutil.copytree(place / "judge", tmp_path / "judge")
     config = json.loads((judge / "config.json").read_text()) | {"mean": 0.25, "std": 0.5}
     (judge / "config.json").write_text(json.dumps(config))
     found = {}
     for extra in "", "--normalize_reward":
-        output = tmp_path / f"found{extra}.jsonl"
-        assert main(words(place, f"{extra} --reward_pretrain {judge} --reward_threshold 0 --output_path {output}")) == 0
-        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        judged = f"{extra} --reward_pretrain {judge} --reward_threshold 0 --output_path {tmp_path}/found{extra}.jsonl"
+        _, rows = found_by(trimtab, place, judged)
         found[extra] = torch.tensor([row["after"]["rewards"] for row in rows])
     torch.testing.assert_close(found["--normalize_reward"], (found[""] - 0.25) / 0.5)
 
@@ -109,15 +115,10 @@ def test_normalised_rewards_are_on_the_scale_that_training_had(place, tmp_path):
         ("--atk_success_criteria prefix --nproc 2", "goals.csv", "one process"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(place, capsys, extra, goals, complaint):
-    import re
-
-    assert main(words(place, extra.format(place=place), goals)) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and re.search(f"^trimtab attack: error: .*{complaint}", err), err
+def test_bad_input_is_one_line_and_exit_code_2(place, trimtab, extra, goals, complaint):
+    assert re.search(complaint, trimtab(*words(place, extra.format(place=place), goals)).mistake)
 
 
-def test_a_dry_run_reads_the_targets_and_attacks_nothing(place, tmp_path, capsys):
-    output = tmp_path / "found.jsonl"
-    assert main(words(place, f"--atk_success_criteria prefix --output_path {output} --dry_run")) == 0
-    assert "# targets: 2, 4 steps in all" in capsys.readouterr().out and not any(tmp_path.iterdir())
+def test_a_dry_run_reads_the_targets_and_attacks_nothing(place, tmp_path, trimtab):
+    done = trimtab(*words(place, f"--atk_success_criteria prefix --output_path {tmp_path}/found.jsonl --dry_run"))
+    assert done.code == 0 and "# targets: 2, 4 steps in all" in done.out and not any(tmp_path.iterdir())

@@ -12,6 +12,12 @@ from trimtab.rollout.builtin.engine import BuiltinSession
 GREEDY = ("--greedy_sampling", "--repetition_penalty", 1)
 
 
+def before(monkeypatch, kind, name, note) -> None:
+    """Call `note` with the arguments of a method before each of its calls."""
+    plain = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda *words, **how: (note(*words, **how), plain(*words, **how))[1])
+
+
 @pytest.fixture
 def chat(job, monkeypatch):
     command = job("chat")
@@ -26,13 +32,8 @@ def chat(job, monkeypatch):
 @pytest.fixture
 def asked(monkeypatch):
     """The prompts that the engine gets, as text."""
-    prompts, plain = [], BuiltinSession.add
-
-    def add(session, ids, **options):
-        prompts.append(session.engine.tokenizer.decode(ids))
-        return plain(session, ids, **options)
-
-    monkeypatch.setattr(BuiltinSession, "add", add)
+    prompts = []
+    before(monkeypatch, BuiltinSession, "add", lambda s, ids, **_: prompts.append(s.engine.tokenizer.decode(ids)))
     return prompts
 
 
@@ -46,13 +47,8 @@ def short(monkeypatch):
 @pytest.fixture
 def answers(monkeypatch):
     """What the model said in a talk that ended well."""
-    said, plain = [], interactive.Conversation._remember
-
-    def remember(talk, words, answer):
-        said.append(answer)
-        plain(talk, words, answer)
-
-    monkeypatch.setattr(interactive.Conversation, "_remember", remember)
+    said = []
+    before(monkeypatch, interactive.Conversation, "_remember", lambda talk, words, answer: said.append(answer))
 
     def of(outcome):
         assert outcome.code == 0, outcome.err
@@ -81,14 +77,10 @@ def test_a_turn_reads_only_what_is_new(chat, answers, short, monkeypatch):
     assert [later - earlier for earlier, later in itertools.pairwise(read)] == [7 + 2, 5 + 4, 9 + 4]
 
 
-def test_turns_follow_each_other_in_a_template_of_text(chat, answers, asked, short):
-    told = answers(chat(*GREEDY, "--input_template", "Q: {}\nA: ", lines=["one", "two {}"]))
-    assert asked == ["Q: one\nA: ", f"Q: one\nA: {told[0]}\nQ: two {{}}\nA: "]
-
-
-def test_the_default_template_of_text_is_used_where_it_is_asked_for(chat, answers, asked, short):
-    answers(chat(*GREEDY, "--input_template", "User: {}\nAssistant: ", lines=["one"]))
-    assert asked == ["User: one\nAssistant: "]
+@pytest.mark.parametrize("head, tail", [("Q: ", "\nA: "), ("User: ", "\nAssistant: ")])  # the second is the default
+def test_turns_follow_each_other_in_a_template_of_text(chat, answers, asked, short, head, tail):
+    told = answers(chat(*GREEDY, "--input_template", f"{head}{{}}{tail}", lines=["one", "two {}"]))
+    assert asked == [f"{head}one{tail}", f"{head}one{tail}{told[0]}\n{head}two {{}}{tail}"]
 
 
 def test_clear_forgets_and_quit_leaves(chat, answers, asked, short):

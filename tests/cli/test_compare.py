@@ -42,54 +42,53 @@ def train(folder: Path, verb: str, name: str, words: str = "", model: str = "mod
     return out
 
 
-def against_the_first(capsys, folder: Path, out: Path) -> tuple[int, dict]:
-    capsys.readouterr()
-    code = main(["compare", str(folder / out.parent.name / "first"), str(out), "--json"])
-    return code, json.loads(capsys.readouterr().out)
+def against_the_first(trimtab, folder: Path, out: Path) -> tuple[int, dict]:
+    done = trimtab(f"compare {folder / out.parent.name / 'first'} {out} --json")
+    return done.code, json.loads(done.out)
 
 
 @pytest.mark.long
-def test_a_run_in_bf16_agrees_with_fp32(capsys, folder):
-    code, found = against_the_first(capsys, folder, train(folder, "sft", "bf16", "--bf16"))
+def test_a_run_in_bf16_agrees_with_fp32(trimtab, folder):
+    code, found = against_the_first(trimtab, folder, train(folder, "sft", "bf16", "--bf16"))
     assert code == 0, found["complaints"]
     assert found["allowed_differences"] == ["precision: float32 and bfloat16"]
     assert 0 < found["figures"]["loss"]["weighted"] < 0.02, "bf16 rounds, and what it rounds is seen"
     assert found["figures"]["loss"]["steps"] == STEPS
 
 
-def test_another_order_fails_by_its_fingerprint_and_its_first_step(capsys, folder):
-    code, found = against_the_first(capsys, folder, train(folder, "sft", "order", "--seed 1"))
+def test_another_order_fails_by_its_fingerprint_and_its_first_step(trimtab, folder):
+    code, found = against_the_first(trimtab, folder, train(folder, "sft", "order", "--seed 1"))
     assert code == 1
     assert any("another order" in told for told in found["disagreements"])
     assert any("of the first step" in told for told in found["complaints"])
 
 
-def test_another_initial_model_fails_by_its_fingerprint_and_its_first_step(capsys, folder):
-    code, found = against_the_first(capsys, folder, train(folder, "sft", "another", model="another"))
+def test_another_initial_model_fails_by_its_fingerprint_and_its_first_step(trimtab, folder):
+    code, found = against_the_first(trimtab, folder, train(folder, "sft", "another", model="another"))
     assert code == 1 and found["disagreements"] == ["they begin with different weights"]
     assert any("of the first step" in told for told in found["complaints"])
 
 
-def test_a_higher_learning_rate_is_named_and_its_error_told(capsys, folder):
+def test_a_higher_learning_rate_is_named_and_its_error_told(trimtab, folder):
     """By its errors alone it would pass."""
-    code, found = against_the_first(capsys, folder, train(folder, "sft", "rate", "--learning_rate 1.1e-3"))
+    code, found = against_the_first(trimtab, folder, train(folder, "sft", "rate", "--learning_rate 1.1e-3"))
     assert code == 1 and found["complaints"] == ["--learning_rate is 0.001 and 0.0011"]
     assert 0 < found["figures"]["loss"]["weighted"] < 0.02 and found["figures"]["loss"]["first"] == 0
 
 
-def test_rl_in_two_precisions_agrees_on_the_same_answers(capsys, folder):
+def test_rl_in_two_precisions_agrees_on_the_same_answers(trimtab, folder):
     out = train(folder, "grpo", "bf16", f"--bf16 --replay {folder}/recording")
-    code, found = against_the_first(capsys, folder, out)
+    code, found = against_the_first(trimtab, folder, out)
     assert code == 0, found["complaints"]
     apart = {name: figure["weighted"] for name, figure in found["figures"].items()}
     assert found["same_answers"] and apart["policy_loss"] < 1e-6, "with one update an iteration every ratio is 1"
     assert all(0 < apart[name] < 0.02 for name in ("log_prob", "kl", "grad_norm"))
 
 
-def test_the_kl_of_a_replay_in_the_same_precision_is_that_of_the_recording(capsys, folder):
+def test_the_kl_of_a_replay_in_the_same_precision_is_that_of_the_recording(trimtab, folder):
     """Whatever the replay learnt, so that it is not judged."""
     out = train(folder, "grpo", "rate", f"--actor_learning_rate 2e-4 --replay {folder}/recording")
-    _, found = against_the_first(capsys, folder, out)
+    _, found = against_the_first(trimtab, folder, out)
     assert found["figures"]["kl"]["as_recorded"] and found["figures"]["kl"]["weighted"] < 1e-6
     assert found["figures"]["log_prob"]["weighted"] > 1e-4
 

@@ -20,6 +20,7 @@ from trimtab.errors import RunFailed
 from trimtab.evaluate.journal import Journal
 
 FEW = ("--max_new_tokens", 6)
+GENERATE = ("--pretrain", "model", "--output_path", "a.jsonl")
 TRAIN = ("--max_len", 64, "--train_batch_size", 4, "--micro_train_batch_size", 4, "--max_epochs", 1)
 
 
@@ -48,6 +49,12 @@ def generate(job):
 
 def answer(generate, prompts, place, *words, name="answers.jsonl"):
     done = generate("--pretrain", "model", "--dataset", prompts, "--output_path", name, *FEW, *words)
+    assert done.code == 0, done.err
+    return rows_of(place / name)
+
+
+def score(generate, judge, place, *words, data="answers.jsonl", name="scored.jsonl"):
+    done = generate("--eval_task", "rm", "--pretrain", judge, "--dataset", data, "--output_path", name, *words)
     assert done.code == 0, done.err
     return rows_of(place / name)
 
@@ -83,9 +90,8 @@ def test_an_iteration_takes_its_slice_and_the_whole_is_the_sum_of_its_iterations
     whole = answer(generate, prompts, place)
     parts = [answer(generate, prompts, place, "--iter", k, "--rollout_batch_size", 4) for k in range(2)]
     assert [len(part) for part in parts] == [4, 2] and parts[0] + parts[1] == whole
-    mistake = generate("--pretrain", "model", "--dataset", prompts, "--output_path", "a.jsonl", "--iter", 2).err
-    assert "has no effect" not in mistake
-    past = generate("--pretrain", "model", "--dataset", prompts, "--output_path", "a", "--iter", 9).mistake
+    assert "has no effect" not in generate(*GENERATE, "--dataset", prompts, "--iter", 2).err
+    past = generate(*GENERATE, "--dataset", prompts, "--iter", 9).mistake
     assert past.startswith("--iter 9 begins at prompt 18,432, but there are 6")
 
 
@@ -103,9 +109,7 @@ def test_a_wish_for_a_reward_is_read_by_the_model_and_not_written(generate, prom
 
 
 def test_answers_are_scored_while_they_are_written(generate, prompts, place):
-    (place / "reward.py").write_text(
-        "def reward_func(queries, prompts, labels):\n    return [float(len(l)) for l in labels]\n"
-    )
+    (place / "reward.py").write_text(REWARD.format("[float(len(l)) for l in labels]"))
     rows = answer(generate, prompts, place, "--remote_rm_url", "reward.py", "--label_key", "label", "--best_of_n", 2)
     expected = [float(len(row["label"])) for row in rows_of(prompts) for _ in range(2)]
     assert [row["reward"] for row in rows] == expected
@@ -116,11 +120,7 @@ def test_answers_are_scored_while_they_are_written(generate, prompts, place):
 
 def test_a_score_is_the_reward_models_own(generate, prompts, place, judge):
     answers = answer(generate, prompts, place, "--best_of_n", 2)
-    done = generate(
-        *("--eval_task", "rm", "--pretrain", judge, "--dataset", "answers.jsonl", "--output_path", "scored.jsonl")
-    )
-    assert done.code == 0, done.err
-    scored = rows_of(place / "scored.jsonl")
+    scored = score(generate, judge, place)
     assert [{k: v for k, v in row.items() if k != "reward"} for row in scored] == answers
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(judge), AutoTokenizer.from_pretrained(judge)
     for row in scored:
@@ -133,8 +133,7 @@ def test_a_score_is_the_reward_models_own(generate, prompts, place, judge):
 
 def test_scoring_beside_generation_gives_the_same_scores(generate, prompts, place, judge):
     together = answer(generate, prompts, place, "--best_of_n", 2, "--reward_pretrain", judge)
-    generate("--eval_task", "rm", "--pretrain", judge, "--dataset", "answers.jsonl", "--output_path", "again.jsonl")
-    again = rows_of(place / "again.jsonl")
+    again = score(generate, judge, place)
     # An untrained model also writes special tokens, which no text shows.
     plain = [i for i, row in enumerate(together) if len(row["output"]) == 6]
     assert len(plain) > 6
@@ -143,13 +142,10 @@ def test_scoring_beside_generation_gives_the_same_scores(generate, prompts, plac
 
 
 def test_other_layouts_can_be_scored_and_scores_do_not_depend_on_the_passes(generate, place, judge):
-    found = []
-    for words in (("--micro_batch_size", 1), ("--micro_batch_size", 7)):
-        common = ("--eval_task", "rm", "--pretrain", judge, "--output_path", "s.jsonl", *words)
-        assert generate(*common, "--dataset", "train.jsonl").code == 0
-        found.append([row["reward"] for row in rows_of(place / "s.jsonl")])
+    runs = [score(generate, judge, place, "--micro_batch_size", size, data="train.jsonl") for size in (1, 7)]
+    found = [[row["reward"] for row in rows] for rows in runs]
     assert len(found[0]) == 16 and found[0] == pytest.approx(found[1], abs=1e-5)
-    assert [turn["role"] for turn in rows_of(place / "s.jsonl")[0]["input"]] == ["user"]
+    assert [turn["role"] for turn in runs[1][0]["input"]] == ["user"]
 
 
 # ---- chains
@@ -168,12 +164,7 @@ def test_other_layouts_can_be_scored_and_scores_do_not_depend_on_the_passes(gene
 def test_a_trainer_reads_what_the_post_processor_writes(processor, verb, words, job, prompts, place, judge):
     generate = job("generate")
     answer(generate, prompts, place, "--best_of_n", 4)
-    done = generate(
-        *("--eval_task", "rm", "--pretrain", judge, "--dataset", "answers.jsonl", "--output_path", "rows.jsonl"),
-        *("--post_processor", processor),
-    )
-    assert done.code == 0, done.err
-    rows = rows_of(place / "rows.jsonl")
+    rows = score(generate, judge, place, "--post_processor", processor, name="rows.jsonl")
     trainer = job(verb)
     done = trainer("--pretrain", "model", "--dataset", "rows.jsonl", "--save_path", "out", *TRAIN, *words)
     assert done.code == 0, done.err
@@ -303,10 +294,10 @@ def unfinished(monkeypatch):
 
 
 def test_other_settings_do_not_mix_with_unfinished_work(generate, prompts, place, unfinished):
-    words = ("--pretrain", "model", "--dataset", prompts, "--output_path", "answers.jsonl", *FEW)
+    words = (*GENERATE, "--dataset", prompts, *FEW)
     unfinished(generate, *words)
     again = generate(*words, "--seed", 5)
-    assert "answers.jsonl.partial holds unfinished work with another seed" in again.mistake
+    assert "a.jsonl.partial holds unfinished work with another seed" in again.mistake
     assert generate(*words).code == 0
 
 
@@ -320,14 +311,14 @@ def test_scores_of_two_columns_do_not_mix(generate, place, judge, unfinished):
     assert generate(*words).code == 0
 
 
-CONSTANT = "def reward_func(queries, prompts, labels):\n    return [{}] * len(queries)\n"
+REWARD = "def reward_func(queries, prompts, labels):\n    return {}\n"
+CONSTANT = REWARD.format("[{}] * len(queries)")
 
 
 @pytest.mark.parametrize("source", ["model", "function", "label"])
 def test_answers_scored_by_a_reward_that_changed_do_not_mix(source, generate, place, judge, unfinished):
     prompts = write_rows(place / "p.jsonl", [{**row, "other": "1"} for row in make_prompts(3, seed=3)])
-    words = ["--pretrain", "model", "--dataset", prompts, "--output_path", "answers.jsonl", *FEW]
-    words += ["--label_key", "label"]
+    words = [*GENERATE, "--dataset", prompts, *FEW, "--label_key", "label"]
     if source == "model":
         shutil.copytree(judge, place / "mine")
         words += ["--reward_pretrain", "mine"]
@@ -349,10 +340,10 @@ def test_answers_scored_by_a_reward_that_changed_do_not_mix(source, generate, pl
 
 def test_a_reward_that_failed_at_once_may_be_corrected(generate, prompts, place):
     (place / "reward.py").write_text(CONSTANT.format("1 / 0"))
-    words = ("--pretrain", "model", "--dataset", prompts, "--output_path", "a.jsonl", *FEW, "--remote_rm_url")
-    assert generate(*words, "reward.py").code == 1
+    words = (*GENERATE, "--dataset", prompts, *FEW, "--remote_rm_url", "reward.py")
+    assert generate(*words).code == 1
     (place / "reward.py").write_text(CONSTANT.format("3.0"))
-    assert generate(*words, "reward.py").code == 0
+    assert generate(*words).code == 0
     assert {row["reward"] for row in rows_of(place / "a.jsonl")} == {3.0}
 
 
@@ -365,7 +356,7 @@ def test_a_reward_that_failed_at_once_may_be_corrected(generate, prompts, place)
         (("--post_processor", "rs"), "--post_processor rs needs rewards: name one"),
         (("--post_processor", "rs", "--reward_verifier", "exact"), "--post_processor rs compares the answers"),
         (
-            ("--post_processor", "best", "--eval_task", "rm"),
+            ("--eval_task", "rm", "--post_processor", "best"),
             "--post_processor is best: it must be rs, iter_dpo, kto or",
         ),
         (("--eval_task", "guess"), "--eval_task is guess: it must be generate, generate_vllm or rm"),
@@ -383,31 +374,19 @@ def test_a_reward_that_failed_at_once_may_be_corrected(generate, prompts, place)
 )
 def test_a_mistake_is_one_line(generate, place, words, line):
     rows = write_rows(place / "rows.jsonl", [{"input": "a", "output": "b"}])
-    assert generate("--pretrain", "model", "--dataset", rows, "--output_path", "out.jsonl", *words).mistake.startswith(
-        line
-    )
+    assert generate(*GENERATE, "--dataset", rows, *words).mistake.startswith(line)
 
 
 def test_a_dry_run_finds_labels_that_are_missing(generate, place):
     rows = write_rows(place / "rows.jsonl", [{"input": "a", "label": "b"}, {"input": "c", "label": None}])
-    words = ("--pretrain", "model", "--dataset", rows, "--output_path", "out.jsonl", "--reward_verifier", "exact")
+    words = (*GENERATE, "--dataset", rows, "--reward_verifier", "exact")
     found = generate(*words, "--label_key", "label", "--dry_run")
     assert found.code == 2 and "1 of 2 prompts of the prompt data have none (the first: " in found.err
 
 
 def test_a_dry_run_tries_the_reward(generate, place):
     rows = write_rows(place / "rows.jsonl", [{"input": "a", "label": "b"}])
-    words = (
-        "--pretrain",
-        "model",
-        "--dataset",
-        rows,
-        "--output_path",
-        "out.jsonl",
-        "--label_key",
-        "label",
-        "--dry_run",
-    )
+    words = (*GENERATE, "--dataset", rows, "--label_key", "label", "--dry_run")
     tried = generate(*words, "--reward_verifier", "exact")
     assert tried.code == 0 and "# reward, tried on the first prompt: 1 for 'b', 0 for " in tried.out
     (place / "broken.py").write_text("def judge(prompts, completions, **columns):\n    raise ValueError('no judge')\n")
@@ -417,7 +396,7 @@ def test_a_dry_run_tries_the_reward(generate, place):
 
 def test_what_has_no_effect_is_said(generate, prompts, place):
     done = generate(
-        *("--pretrain", "model", "--dataset", prompts, "--output_path", "a.jsonl", "--dry_run"),
+        *(*GENERATE, "--dataset", prompts, "--dry_run"),
         *("--eval_task", "generate_vllm", "--tp_size", 1, "--zero_stage", 3, "--max_len", 99, "--normalize_reward"),
     )
     assert done.code == 0 and done.err.splitlines() == [
@@ -430,7 +409,7 @@ def test_what_has_no_effect_is_said(generate, prompts, place):
 
 
 def test_an_answer_longer_than_the_context_ends_there(generate, prompts, place):
-    done = generate("--pretrain", "model", "--dataset", prompts, "--output_path", "a.jsonl", "--greedy_sampling")
+    done = generate(*GENERATE, "--dataset", prompts, "--greedy_sampling")
     assert done.code == 0 and "answers were cut at --max_new_tokens or the model's context" in done.out
     tokenizer = AutoTokenizer.from_pretrained("model")
     lengths = [len(tokenizer(row["output"])["input_ids"]) for row in rows_of(place / "a.jsonl")]

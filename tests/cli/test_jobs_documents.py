@@ -15,100 +15,20 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.cli.sft_job import STEP_END, write_rows
 from tests.cli.test_sft_documents import KEY, assert_key_is_nowhere
+from tests.config.test_documented_commands import COMMANDS
 from tests.train.job_run import labelled_rows, preference_rows
 from trimtab.cli import lora_combiner, train_dpo, train_kto, train_prm, train_rm
 from trimtab.embedded.sort_task import make_rows, prompt_of, reference_of
 
-COMMANDS = {
-    "ascend small dpo": (
-        "dpo",
-        """--save_path ./checkpoint/llama3.2-1b-dpo --save_steps -1 --logging_steps 1 --eval_steps -1 --max_samples
-        50000 --train_batch_size 32 --micro_train_batch_size 2 --pretrain model --bf16 --max_epochs 1 --max_len 1024
-        --zero_stage 3 --learning_rate 1e-7 --beta 0.1 --dataset rows.jsonl --apply_chat_template --chosen_key
-        chosen --rejected_key rejected --load_checkpoint --gradient_checkpointing""",
-    ),
-    "ascend small rm": (
-        "rm",
-        """--save_path ./checkpoint/llama3.2-1b-rm --save_steps -1 --logging_steps 1 --eval_steps -1 --max_samples
-        50000 --train_batch_size 16 --micro_train_batch_size 2 --pretrain model --bf16 --max_epochs 1 --max_len 1024
-        --zero_stage 3 --learning_rate 2e-7 --dataset rows.jsonl --apply_chat_template --chosen_key chosen
-        --rejected_key rejected --load_checkpoint --gradient_checkpointing""",
-    ),
-    "ascend small prm": (
-        "prm",
-        """--save_path ./checkpoint/mistal-7b-prm --save_steps -1 --logging_steps 1 --eval_steps -1 --max_samples 50000
-        --train_batch_size 32 --micro_train_batch_size 2 --pretrain model --bf16 --max_epochs 1 --max_len 8192
-        --zero_stage 3 --learning_rate 2e-7 --dataset rows.jsonl --input_key input --label_key value
-        --load_checkpoint --gradient_checkpointing --packing_samples --wandb_group prm --placeholder_token ки
-        --reward_tokens + -""",
-    ),
-    "ascend dpo": (
-        "dpo",
-        """--save_path ./checkpoint/llama3-8b-dpo --save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size
-        256 --micro_train_batch_size 1 --pretrain model --bf16 --max_epochs 1 --max_len 8192 --zero_stage 3
-        --learning_rate 5e-8 --beta 0.1 --dataset rows.jsonl --apply_chat_template --chosen_key chosen
-        --rejected_key rejected --flash_attn --adam_offload --gradient_checkpointing""",
-    ),
-    "ascend prm": (
-        "prm",
-        """--save_path ./checkpoint/mistal-7b-prm --save_steps 500 --logging_steps 1 --eval_steps 100
-        --train_batch_size 256 --micro_train_batch_size 8 --pretrain model --bf16 --max_epochs 1 --max_len 8192
-        --zero_stage 3 --learning_rate 1e-6 --dataset rows.jsonl --input_key input --label_key value
-        --load_checkpoint --gradient_checkpointing --packing_samples --wandb_group prm --placeholder_token ки
-        --reward_tokens + -""",
-    ),
-    "ascend kto": (
-        "kto",
-        """--save_path ./checkpoint/llama3-8b-kto --save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size
-        64 --micro_train_batch_size 1 --pretrain model --bf16 --max_epochs 1 --max_len 8192 --zero_stage 3
-        --learning_rate 2e-7 --dataset rows.jsonl --input_key instruction --output_key response --label_key score
-        --beta 0.1 --gradient_checkpointing""",
-    ),
-    "ascend rm": (
-        "rm",
-        """--save_path ./checkpoint/llama3-8b-rm --save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size
-        256 --micro_train_batch_size 1 --pretrain model --bf16 --max_epochs 1 --max_len 8192 --zero_stage 3
-        --learning_rate 1e-8 --dataset rows.jsonl --apply_chat_template --chosen_key chosen --rejected_key rejected
-        --load_checkpoint --gradient_checkpointing""",
-    ),
-    "chinese rm": (
-        "rm",
-        """--save_path ./checkpoint/llama3-8b-rm --save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size
-        256 --micro_train_batch_size 1 --pretrain model --bf16 --max_epochs 1 --max_len 8192 --zero_stage 3
-        --learning_rate 9e-6 --dataset rows.jsonl --apply_chat_template --chosen_key chosen --rejected_key rejected
-        --flash_attn --packing_samples --gradient_checkpointing --load_checkpoint --use_wandb {wandb_token}""",
-    ),
-    "guide rm": (
-        "rm",
-        """--save_path ./checkpoint/llama3-8b-rm --save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size
-        256 --micro_train_batch_size 4 --pretrain model --bf16 --max_epochs 1 --max_len 8192 --zero_stage 3
-        --learning_rate 9e-6 --dataset rows.jsonl --apply_chat_template --chosen_key chosen --rejected_key rejected
-        --flash_attn --packing_samples --gradient_checkpointing --use_wandb {wandb_token}""",
-    ),
-    "guide prm": (
-        "prm",
-        """--save_path ./checkpoint/mistal-7b-prm --save_steps 500 --logging_steps 1 --eval_steps 100
-        --train_batch_size 256 --micro_train_batch_size 8 --pretrain model --bf16 --max_epochs 1 --max_len 8192
-        --zero_stage 3 --learning_rate 1e-6 --dataset rows.jsonl --input_key input --label_key label --flash_attn
-        --load_checkpoint --gradient_checkpointing --packing_samples --wandb_group prm --placeholder_token "ки"
-        --reward_tokens "+" "-" """,
-    ),
-    "readme rm": (
-        "rm",
-        """--save_path ./checkpoint/llama3-8b-rm --save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size
-        256 --micro_train_batch_size 1 --pretrain model --bf16 --max_epochs 1 --max_len 8192 --zero_stage 3
-        --learning_rate 9e-6 --dataset rows.jsonl --apply_chat_template --chosen_key chosen --rejected_key rejected
-        --flash_attn --packing_samples --gradient_checkpointing --use_wandb {wandb_token}""",
-    ),
-}
+pytestmark = pytest.mark.usefixtures("wandb_at_home")
+
 # What the comments under the commands offer.
 IN_COMMENTS = {
     "ascend small dpo": ["--ipo", "--label_smoothing 0.1", "--ref_offload", "--packing_samples", "--nll_loss_coef 0.2"],
     "ascend small rm": ["--packing_samples", "--value_prefix_head score"],
 }
 MERGE = (
-    "--model_path model --lora_path ./checkpoint/llama3-8b-rm --output_path ./checkpoint/llama-3-8b-rm-combined "
-    "--is_rm --bf16"
+    "--model_path model --lora_path ./checkpoint/rm --output_path ./checkpoint/llama-3-8b-rm-combined --is_rm --bf16"
 )
 MODULES = {"rm": train_rm, "prm": train_prm, "dpo": train_dpo, "kto": train_kto}
 
@@ -130,23 +50,13 @@ def rows_of(verb: str, count: int, words: list[str]) -> list[dict]:
     ]
 
 
-@pytest.fixture(autouse=True)
-def wandb_at_home(place, monkeypatch):
-    """wandb's settings and caches where they can be searched."""
-    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "NETRC"):
-        monkeypatch.setenv(name, str(place / name.lower()))
-    (place / "home").mkdir()
-    monkeypatch.setenv("HOME", str(place / "home"))
-    yield
-    pytest.importorskip("wandb").teardown()
-
-
 @pytest.fixture
 def pasted(job, place):
     """A document's command: its verb's job, its words, and rows for two steps, the second a small one."""
 
     def paste(name: str):
-        verb, text = COMMANDS[name]
+        verb, text = name.split()[-1], COMMANDS[name][0]
+        text = text.replace("owner/model", "model").replace("owner/data", "rows.jsonl")
         words = shlex.split(text.replace("{wandb_token}", KEY))
         size = int(words[words.index("--train_batch_size") + 1])
         write_rows(place / "rows.jsonl", rows_of(verb, size + 8, words))

@@ -5,23 +5,20 @@ import sys
 
 import pytest
 
-import trimtab
+from trimtab import __version__
 from trimtab.cli import main as cli
 
 HEAVY = ("torch", "transformers", "datasets", "peft", "numpy", "rich")
 
 
-def test_every_verb_is_in_the_help(capsys):
+def test_every_verb_is_in_the_help(capsys, trimtab):
     assert cli.main([]) == 0
     bare = capsys.readouterr().out
-    assert cli.main(["--help"]) == 0
-    assert capsys.readouterr().out == bare
-    assert all(f"  {verb} " in bare for verb in cli.VERBS)
+    assert trimtab("--help").out == bare and all(f"  {verb} " in bare for verb in cli.VERBS)
 
 
-def test_version(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"trimtab {trimtab.__version__}\n"
+def test_version(trimtab):
+    assert trimtab("--version").out == f"trimtab {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -35,15 +32,14 @@ def test_version(capsys):
         ("xyzzy", "the verbs are"),
     ],
 )
-def test_an_unknown_verb_is_one_line_and_exit_code_2(verb, hint, capsys):
-    assert cli.main([verb, "--bf16"]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"trimtab: error: unknown verb {verb!r}; {hint}") and line.count("\n") == 1
+def test_an_unknown_verb_is_one_line_and_exit_code_2(verb, hint, trimtab):
+    done = trimtab(f"{verb} --bf16")
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert done.err.startswith(f"trimtab: error: unknown verb {verb!r}; {hint}")
 
 
-def test_a_verb_gets_the_rest_of_the_words(capsys):
-    assert cli.main(["sft", "--learning_rat", "1"]) == 2
-    assert capsys.readouterr().err.startswith("trimtab sft: error: unknown option --learning_rat;")
+def test_a_verb_gets_the_rest_of_the_words(trimtab):
+    assert trimtab("sft --learning_rat 1").mistake.startswith("unknown option --learning_rat;")
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)

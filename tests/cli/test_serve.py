@@ -62,22 +62,19 @@ def test_it_serves_a_model_folder_and_ends_when_told(model, capsys, signals, mon
     assert found[1].status_code == 200 and found[1].json()["usage"]["completion_tokens"] <= 5
 
 
-def test_mistakes_are_one_line(model, tmp_path, capsys):
-    assert main(["serve"]) == 2
-    assert capsys.readouterr().err.startswith("trimtab serve: error: --pretrain is missing")
-    assert main(["serve", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere" in capsys.readouterr().err
+def test_mistakes_are_one_line(model, tmp_path, trimtab):
+    assert trimtab("serve").mistake.startswith("--pretrain is missing")
+    assert "nowhere" in trimtab(f"serve {tmp_path}/nowhere").err
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert main(["serve", model, "--port", port]) == 2
-    assert "cannot listen there" in capsys.readouterr().err
-    assert main(["serve", model, "--max_model_len", "1"]) == 2
+        done = trimtab(f"serve {model} --port {taken.getsockname()[1]}")
+    assert done.code == 2 and "cannot listen there" in done.err
+    assert trimtab(f"serve {model} --max_model_len 1").code == 2
 
 
-def test_a_server_for_everybody_without_a_token_is_warned_of(capsys, monkeypatch):
+def test_a_server_for_everybody_without_a_token_is_warned_of(trimtab, monkeypatch):
     monkeypatch.delenv("TRIMTAB_BEARER_TOKEN", raising=False)
-    assert main(["serve", "a/b", "--host", "0.0.0.0", "--dry_run"]) == 0
-    assert "--bearer_token" not in capsys.readouterr().err, "it makes one"
-    assert main(["serve", "a/b", "--host", "0.0.0.0", "--bearer_token", "none", "--dry_run"]) == 0
-    printed = capsys.readouterr()
-    assert "give a --bearer_token" in printed.err and "pretrain: a/b" in printed.out
+    made = trimtab("serve a/b --host 0.0.0.0 --dry_run")
+    assert made.code == 0 and "--bearer_token" not in made.err, "it makes one"
+    open_to_all = trimtab("serve a/b --host 0.0.0.0 --bearer_token none --dry_run")
+    assert open_to_all.code == 0 and "pretrain: a/b" in open_to_all.out
+    assert "give a --bearer_token" in open_to_all.err

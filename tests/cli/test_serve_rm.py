@@ -9,7 +9,6 @@ from tests.rewards.running import running
 from tests.rewards.samples import make_reward_request
 from tests.tiny import tiny_model
 from tests.train.job_run import write_model
-from trimtab.cli.main import main
 from trimtab.config.jobs import ServeRMOptions
 from trimtab.config.parser import parse
 from trimtab.embedded.sort_task import make_tokenizer
@@ -66,15 +65,12 @@ def test_a_verifier_is_served():
     assert served("--reward_verifier", "regex(25$):2,length(99):0.5") == [0.5, 2.5]
 
 
-def test_mistakes_are_one_line_and_exit_code_2(capsys):
-    assert main(["serve-rm"]) == 2
-    assert capsys.readouterr().err.startswith("trimtab serve-rm: error: give one of --reward_pretrain")
-    assert main(["serve-rm", "--reward_verifier", "gsm9k"]) == 2
-    assert "there is no verifier gsm9k" in capsys.readouterr().err
-    assert main(["serve-rm", "--reward_verifier", "gsm8k", "--host", "203.0.113.1"]) == 2
-    assert "cannot listen there" in capsys.readouterr().err.splitlines()[-1]
+def test_mistakes_are_one_line_and_exit_code_2(trimtab):
+    assert trimtab("serve-rm").mistake.startswith("give one of --reward_pretrain")
+    assert "there is no verifier gsm9k" in trimtab("serve-rm --reward_verifier gsm9k").mistake
+    elsewhere = trimtab("serve-rm --reward_verifier gsm8k --host 203.0.113.1")
+    assert elsewhere.code == 2 and "cannot listen there" in elsewhere.err.splitlines()[-1]
 
 
-def test_a_dry_run_serves_nothing_and_prints_the_config(capsys):
-    assert main(["serve-rm", "--reward_verifier", "gsm8k", "--dry_run"]) == 0
-    assert "reward_verifier: gsm8k" in capsys.readouterr().out
+def test_a_dry_run_serves_nothing_and_prints_the_config(trimtab):
+    assert "reward_verifier: gsm8k" in trimtab("serve-rm --reward_verifier gsm8k --dry_run").out

@@ -14,35 +14,16 @@ from trimtab.train.metrics import GuardedLogger
 KEY = "c0ffee" + "0123456789abcdef" * 2 + "42"
 STEPS = 2
 
-ASCEND = """
-   --max_len 2048 --dataset rows.jsonl --input_key question --output_key response
-   --train_batch_size 256 --micro_train_batch_size 2 --max_samples 500000
-   --pretrain model --save_path ./checkpoint/llama3-8b-sft --save_steps -1 --logging_steps 1 --eval_steps -1
-   --zero_stage 2 --max_epochs 1 --bf16 --learning_rate 5e-6 --load_checkpoint --gradient_checkpointing
-"""
-CHINESE = """
-   --max_len 4096 --dataset rows.jsonl --input_key question --output_key response
-   --input_template $'User: {}\\nAssistant: ' --train_batch_size 256 --micro_train_batch_size 2 --max_samples 500000
-   --pretrain model --save_path ./checkpoint/llama3-8b-sft --save_steps -1 --logging_steps 1 --eval_steps -1
-   --zero_stage 2 --max_epochs 1 --bf16 --flash_attn --learning_rate 5e-6 --gradient_checkpointing
-   --packing_samples --load_checkpoint --use_wandb {wandb_token}
-"""
-GUIDE = """
-   --max_len 2048 --dataset rows.jsonl --input_key question --output_key response
-   --input_template $'User: {}\\nAssistant: ' --train_batch_size 256 --micro_train_batch_size 8 --max_samples 500000
-   --pretrain model --save_path ./checkpoint/llama3-8b-sft --save_steps -1 --logging_steps 1 --eval_steps -1
-   --zero_stage 2 --max_epochs 1 --bf16 --flash_attn --packing_samples --learning_rate 5e-6
-   --gradient_checkpointing --use_wandb {wandb_token}
-"""
-README = """
-   --max_len 4096 --dataset rows.jsonl --input_key question --output_key response
-   --input_template $'User: {}\\nAssistant: ' --train_batch_size 256 --micro_train_batch_size 2 --max_samples 500000
-   --pretrain model --save_path ./checkpoint/llama3-8b-sft --save_steps -1 --logging_steps 1 --eval_steps -1
-   --zero_stage 2 --max_epochs 1 --packing_samples --bf16 --flash_attn --learning_rate 5e-6
-   --gradient_checkpointing --use_wandb {wandb_token}
-"""
+OFTEN = """--dataset rows.jsonl --input_key question --output_key response --train_batch_size 256 --max_samples 500000
+    --pretrain model --save_path ./checkpoint/llama3-8b-sft --save_steps -1 --logging_steps 1 --eval_steps -1
+    --zero_stage 2 --max_epochs 1 --bf16 --learning_rate 5e-6 --gradient_checkpointing"""
+ASCEND = f"{OFTEN} --max_len 2048 --micro_train_batch_size 2 --load_checkpoint"
+LOGGED = f"""{OFTEN} --input_template $'User: {{}}\\nAssistant: ' --flash_attn --packing_samples
+    --use_wandb {{wandb_token}}"""
+README = f"{LOGGED} --max_len 4096 --micro_train_batch_size 2"
+CHINESE = f"{README} --load_checkpoint"
+GUIDE = f"{LOGGED} --max_len 2048 --micro_train_batch_size 8"
 COMMANDS = {"ascend": ASCEND, "chinese": CHINESE, "guide": GUIDE, "readme": README}
-LOGGED = [name for name, text in COMMANDS.items() if "wandb" in text]
 
 
 def words_of(text: str) -> list[str]:
@@ -59,19 +40,12 @@ def narrow(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def everything_in_one_folder(sft, tmp_path, monkeypatch, narrow):
-    """The model, rows for two steps, and wandb's settings and caches where they can be searched."""
+def everything_in_one_folder(wandb_at_home, sft, tmp_path, narrow):
+    """The model, and rows for two steps."""
     (tmp_path / "model").unlink()
     (tmp_path / "model").symlink_to(narrow)
     rows = [{"question": prompt_of(row), "response": reference_of(row)} for row in make_rows(STEPS * 256, seed=1)]
     write_rows(tmp_path / "rows.jsonl", rows)
-    for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "NETRC"):
-        monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    (tmp_path / "home").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    wandb = pytest.importorskip("wandb")
-    yield
-    wandb.teardown()  # the next test's environment is another
 
 
 def assert_key_is_nowhere(folder, output):
@@ -94,7 +68,7 @@ def test_a_documents_command_passes_a_dry_run_and_trains_two_steps(sft, tmp_path
     rows = sft.rows(run)
     assert [row["step"] for row in rows] == [1, STEPS] and all(row["samples"] == 256 for row in rows)
     assert (run / "model.safetensors").exists()
-    assert bool(list(run.glob("wandb/offline-run-*/*.wandb"))) == (name in LOGGED)
+    assert bool(list(run.glob("wandb/offline-run-*/*.wandb"))) == ("--use_wandb" in words)
     assert not (tmp_path / "wandb").exists()
     for output in (rehearsed, ran):
         assert_key_is_nowhere(tmp_path, output)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from collections import Counter
 
 import numpy as np
@@ -23,6 +24,7 @@ from trimtab.train.supervised_tasks import SFTTask
 MODEL = ("--pretrain", "model", "--max_len", "60", "--train_batch_size", "4", "--max_epochs", "1")
 SHORT = (*MODEL, "--micro_train_batch_size", "2", "--learning_rate", "1e-2", "--lr_warmup_ratio", "0")
 PLACES = ("--save_path", "out", "--ckpt_path", "checkpoints")
+SORTING = (*SHORT, *PLACES, "--dataset", "train.jsonl")
 
 
 @pytest.fixture
@@ -43,39 +45,47 @@ def trained(sft, tmp_path):
 # ---- what is learnt
 
 
-def test_single_turn_learns_the_last_answer(trained):
-    text = "<user>a<assistant>b<eos><user>c<assistant>d<eos>"
-    assert trained([conversation("a", "b", "c", "d")]) == [(text, "d<eos>")]
+QUESTION = [{"question": "2", "response": "two"}]
+KEYS = "--input_key question --output_key response"
 
 
-def test_multiturn_learns_every_answer(trained):
-    rows = [conversation("a", "b", "c", "d"), conversation("e", "f")]
-    expected = ["b<eos>d<eos>", "f<eos>"]
-    assert [learnt for _, learnt in trained(rows, "--multiturn")] == expected
-
-
-def test_pretrain_mode_learns_all_but_the_first_token(trained):
-    rows = [{"text": "the sea"}, {"text": "a tide"}]
-    expected = [("a tide<eos>", " tide<eos>"), ("the sea<eos>", "he sea<eos>")]
-    assert trained(rows, "--pretrain_mode", "--input_key", "text") == expected
-
-
-def test_input_and_output_keys_get_the_input_template(trained):
-    rows = [{"question": "2", "response": "two"}]
-    keys = ("--input_key", "question", "--output_key", "response")
-    assert trained(rows, *keys) == [("User: 2\nAssistant: two<eos>", "two<eos>")]
-    assert trained(rows, *keys, "--input_template", "Q {} A ") == [("Q 2 A two<eos>", "two<eos>")]
-    assert trained(rows, *keys, "--apply_chat_template") == [("<user>2<assistant>two<eos>", "two<eos>")]
-
-
-def test_conditional_rows_keep_their_score_and_get_no_template(trained):
-    rows = [{"input": "sort 21> <rm_score>: 5.00 ", "output": "12"}]
-    expected = [("sort 21> <rm_score>: 5.00 12<eos>", "12<eos>")]
-    assert trained(rows, "--output_key", "output", "--input_template", "None") == expected
-
-
-def test_prompt_and_completion_are_recognised(trained):
-    assert trained([{"prompt": "2+2=", "completion": "4"}]) == [("2+2=4<eos>", "4<eos>")]
+@pytest.mark.parametrize(
+    "rows, words, expected",
+    [
+        pytest.param(
+            [conversation("a", "b", "c", "d")],
+            *("", [("<user>a<assistant>b<eos><user>c<assistant>d<eos>", "d<eos>")]),
+            id="single turn learns the last answer",
+        ),
+        pytest.param(
+            [conversation("a", "b", "c", "d"), conversation("e", "f")],
+            "--multiturn",
+            [
+                ("<user>a<assistant>b<eos><user>c<assistant>d<eos>", "b<eos>d<eos>"),
+                ("<user>e<assistant>f<eos>", "f<eos>"),
+            ],
+            id="multiturn learns every answer",
+        ),
+        pytest.param(
+            [{"text": "the sea"}, {"text": "a tide"}],
+            "--pretrain_mode --input_key text",
+            [("a tide<eos>", " tide<eos>"), ("the sea<eos>", "he sea<eos>")],
+            id="pretrain mode learns all but the first token",
+        ),
+        (QUESTION, KEYS, [("User: 2\nAssistant: two<eos>", "two<eos>")]),
+        (QUESTION, f"{KEYS} --input_template 'Q {{}} A '", [("Q 2 A two<eos>", "two<eos>")]),
+        (QUESTION, f"{KEYS} --apply_chat_template", [("<user>2<assistant>two<eos>", "two<eos>")]),
+        pytest.param(
+            [{"input": "sort 21> <rm_score>: 5.00 ", "output": "12"}],
+            "--output_key output --input_template None",
+            [("sort 21> <rm_score>: 5.00 12<eos>", "12<eos>")],
+            id="conditional rows keep their score and get no template",
+        ),
+        ([{"prompt": "2+2=", "completion": "4"}], "", [("2+2=4<eos>", "4<eos>")]),
+    ],
+)
+def test_what_is_read_and_what_is_learnt_of_it(trained, rows, words, expected):
+    assert trained(rows, *shlex.split(words)) == expected
 
 
 def test_a_template_from_a_file(trained, tmp_path):
@@ -96,7 +106,7 @@ def test_sources_are_mixed_by_their_shares(sft, tmp_path):
 
 
 def test_a_mixture_of_experts_shows_its_balance(sft, tmp_path):
-    words = (*SHORT, *PLACES, "--dataset", "train.jsonl", "--pretrain", "experts", "--aux_loss_coef", "0.01")
+    words = (*SORTING, "--pretrain", "experts", "--aux_loss_coef", "0.01")
     assert sft(*words).code == 0
     assert all(row["aux_loss"] >= 1.9 for row in sft.rows(tmp_path / "out"))  # 2 choices a token: at least 2 if even
 
@@ -123,7 +133,7 @@ def assert_same_as_trained(sft, model):
 
 
 def test_the_saved_model_is_the_trained_one(sft, tmp_path):
-    assert sft(*SHORT, *PLACES, "--dataset", "train.jsonl").code == 0
+    assert sft(*SORTING).code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert_same_as_trained(sft, model)
     start = load_file(tmp_path / "model" / "model.safetensors")
@@ -137,7 +147,7 @@ def test_the_saved_model_is_the_trained_one(sft, tmp_path):
 def test_the_saved_adapter_on_its_base_is_the_trained_model(sft, tmp_path):
     from peft import PeftModel
 
-    assert sft(*SHORT, *PLACES, "--dataset", "train.jsonl", "--lora_rank", "4").code == 0
+    assert sft(*SORTING, "--lora_rank", "4").code == 0
     assert not (tmp_path / "out" / "model.safetensors").exists()
     described = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (described["r"], described["lora_alpha"], described["task_type"]) == (4, 16, "CAUSAL_LM")
@@ -150,7 +160,7 @@ def test_the_saved_adapter_on_its_base_is_the_trained_model(sft, tmp_path):
 
 
 def test_bf16_is_saved_in_bf16_with_the_trained_weights(sft, tmp_path):
-    assert sft(*SHORT, *PLACES, "--dataset", "train.jsonl", "--bf16").code == 0
+    assert sft(*SORTING, "--bf16").code == 0
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert {value.dtype for value in saved.values()} == {torch.bfloat16}
     for name, parameter in sft.run.model.model.named_parameters():
@@ -178,13 +188,13 @@ def test_evaluation_uses_the_sources_test_split(sft, tmp_path):
 
 def test_eval_dataset_and_eval_steps_decide_what_and_when(sft, tmp_path):
     write_rows(tmp_path / "held.jsonl", make_rows(3, seed=2, held_out=True))
-    words = (*SHORT, *PLACES, "--dataset", "train.jsonl", "--eval_dataset", "held.jsonl", "--eval_steps", "3")
+    words = (*SORTING, "--eval_dataset", "held.jsonl", "--eval_steps", "3")
     assert sft(*words).code == 0
     assert [row["step"] for row in sft.rows(tmp_path / "out") if "eval_loss" in row] == [3, 4]
 
 
 def test_checkpoints_are_counted_and_come_with_models(sft, tmp_path):
-    words = (*SHORT, *PLACES, "--dataset", "train.jsonl", "--save_steps", "1", "--save_hf_ckpt")
+    words = (*SORTING, "--save_steps", "1", "--save_hf_ckpt")
     assert sft(*words, "--max_ckpt_num", "2").code == 0
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name != ".lock")
     assert names == ["global_step3", "global_step3_hf", "global_step4", "global_step4_hf", "latest"]
@@ -196,14 +206,14 @@ def test_checkpoints_are_counted_and_come_with_models(sft, tmp_path):
 
 def test_models_without_resumable_state(sft, tmp_path):
     words = ("--save_steps", "2", "--save_hf_ckpt", "--disable_ds_ckpt")
-    assert sft(*SHORT, *PLACES, "--dataset", "train.jsonl", *words).code == 0
+    assert sft(*SORTING, *words).code == 0
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["global_step2_hf", "global_step4_hf"]
 
 
 def test_tensorboard_has_the_same_losses(sft, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    words = (*SHORT, *PLACES, "--dataset", "train.jsonl", "--eval_dataset", "train.jsonl")
+    words = (*SORTING, "--eval_dataset", "train.jsonl")
     assert sft(*words, "--use_tensorboard", "board", "--wandb_run_name", "mine").code == 0
     events = EventAccumulator(str(tmp_path / "board" / "mine"))
     events.Reload()
@@ -215,11 +225,10 @@ def test_tensorboard_has_the_same_losses(sft, tmp_path):
 
 
 def test_a_run_written_as_yaml_is_the_same_run(sft, tmp_path):
-    words = (*SHORT, *PLACES, "--dataset", "train.jsonl")
-    printed = sft(*words, "--dry_run")
+    printed = sft(*SORTING, "--dry_run")
     assert printed.code == 0 and not (tmp_path / "out").exists()
     assert "# model: LlamaForCausalLM" in printed.out and "give 4 steps" in printed.out
-    assert sft(*words).code == 0
+    assert sft(*SORTING).code == 0
     (tmp_path / "run.yaml").write_text(printed.out)
     assert sft("--config", "run.yaml", "--save_path", "again").code == 0
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
@@ -234,7 +243,7 @@ def test_weights_that_are_not_numbers_stop_the_run_after_a_few_steps(sft, tmp_pa
     weights = load_file(path)
     weights["model.layers.0.mlp.up_proj.weight"][3, 3] = math.nan
     save_file(weights, path, metadata={"format": "pt"})
-    ran = sft(*SHORT, *PLACES, "--dataset", "train.jsonl", "--pretrain", "broken", "--max_epochs", "2")
+    ran = sft(*SORTING, "--pretrain", "broken", "--max_epochs", "2")
     assert ran.code == 1 and "Traceback" not in ran.err
     line = next(line for line in ran.err.splitlines() if "failed:" in line)
     assert line.startswith("trimtab sft: failed: loss or gradient was not finite in 5 steps in a row (last: step 5)")
@@ -266,7 +275,7 @@ def test_one_bad_step_is_skipped_and_the_run_goes_on(sft, tmp_path, monkeypatch,
         return share
 
     monkeypatch.setattr(SFTTask, "loss", loss)
-    assert sft(*SHORT, *PLACES, "--dataset", "train.jsonl").code == 0
+    assert sft(*SORTING).code == 0
     assert [row["skipped_steps"] for row in sft.rows(tmp_path / "out")] == [0, 1, 1, 1]
     before, after, last = moved[2], moved[4], moved[6]  # the weights that steps 2, 3 and 4 began with
     assert torch.equal(before, after) and not torch.equal(after, last)
@@ -282,7 +291,7 @@ def test_a_four_bit_base_trains_and_passes_gradients_on(sft, tmp_path):
     from bitsandbytes.nn import Linear4bit
 
     write_model(tmp_path / "wide", hidden_size=64, spread=0.05)
-    words = (*SHORT, *PLACES, "--dataset", "train.jsonl", "--eval_dataset", "train.jsonl", "--pretrain", "wide")
+    words = (*SORTING, "--eval_dataset", "train.jsonl", "--pretrain", "wide")
     assert sft(*words, "--load_in_4bit", "--bf16", "--lora_rank", "4", "--max_epochs", "3").code == 0
     rows = sft.rows(tmp_path / "out")
     assert rows[-1]["eval_loss"] < rows[0]["loss"]
@@ -307,11 +316,11 @@ def test_a_second_ctrl_c_leaves_at_once_and_names_the_checkpoint_that_there_is(s
         return plain(run, stop)
 
     monkeypatch.setattr(SupervisedRun, "train_step", train_step)
-    ran = sft(*SHORT, *PLACES, "--dataset", "train.jsonl", "--save_steps", "1")
+    ran = sft(*SORTING, "--save_steps", "1")
     line = "interrupted; the last checkpoint is checkpoints/global_step2; add --load_checkpoint to go on"
     assert ran.code == 130 and ran.err.splitlines()[-1] == f"trimtab sft: {line}"
     monkeypatch.setattr(SupervisedRun, "train_step", lambda run, stop: (_ for _ in ()).throw(KeyboardInterrupt))
-    ran = sft(*SHORT, *PLACES, "--dataset", "train.jsonl")
+    ran = sft(*SORTING)
     assert ran.code == 130 and "this run has no checkpoint to go on from" in ran.err
 
 
@@ -325,7 +334,7 @@ def test_a_cpu_on_which_bf16_fails_trains_in_fp32_and_says_so(sft, tmp_path, mon
     monkeypatch.setattr(device, "_try_bf16", fail)
     device._bf16_fault.cache_clear()
     try:
-        ran = sft(*SHORT, *PLACES, "--dataset", "train.jsonl", "--bf16")
+        ran = sft(*SORTING, "--bf16")
     finally:
         device._bf16_fault.cache_clear()
     assert ran.code == 0
@@ -336,6 +345,6 @@ def test_a_cpu_on_which_bf16_fails_trains_in_fp32_and_says_so(sft, tmp_path, mon
 
 def test_bf16_that_works_stays_bf16_however_slow(sft, tmp_path, monkeypatch):
     monkeypatch.setattr(device.Device, "has_fast_bf16", lambda self: False)
-    ran = sft(*SHORT, *PLACES, "--dataset", "train.jsonl", "--bf16")
+    ran = sft(*SORTING, "--bf16")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert ran.code == 0 and manifest["dtype"] == "bfloat16" and "bf16_fault" not in manifest

@@ -8,12 +8,13 @@ from tests import warm
 from tests.cli import test_jobs_documents as others
 from tests.cli import test_sft_documents as documents
 from tests.cli.sft_job import write_rows
+from tests.config.test_documented_commands import COMMANDS
 from trimtab.cli.main import main
 from trimtab.embedded.sort_task import make_rows, prompt_of, reference_of
 from trimtab.train.metrics import read_rows
 
 RING = "--packing_samples --ring_attn_size 2 --ring_head_stride 2"
-DPO = next(text for verb, text in others.COMMANDS.values() if verb == "dpo")
+DPO = COMMANDS["ascend small dpo"][0]
 CASES = [
     ("sft", documents.README, RING),
     ("dpo", DPO, RING),
@@ -33,7 +34,8 @@ def test_a_documents_command_passes_a_dry_run_and_trains_in_two_processes(made, 
     write_rows(place / "rows.jsonl", rows)
     command = command.replace("--use_wandb {wandb_token}", "").replace("$'User: {}\\nAssistant: '", "'User: {}'")
     words = shlex.split(f"{command} {more} --train_batch_size 8 --micro_train_batch_size 1")
-    there = {"rows.jsonl": str(place / "rows.jsonl"), "model": str(made / "model")}
+    names = ("rows.jsonl", "owner/data"), ("model", "owner/model")
+    there = {word: str(path) for words, path in zip(names, (place / "rows.jsonl", made / "model")) for word in words}
     words = [there.get(word, word) for word in words]
     run = place / "run"
     words += ["--save_path", str(run), "--ckpt_path", str(run / "ck")]

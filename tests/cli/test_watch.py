@@ -4,7 +4,6 @@ import pytest
 
 from tests.docs.pages import commands
 from tests.report.pages import write_rl_run, write_run
-from trimtab.cli.main import main
 
 
 @pytest.fixture
@@ -32,13 +31,11 @@ def place(tmp_path, monkeypatch):
         ("", "see trimtab watch --help"),
     ],
 )
-def test_what_is_no_run_is_one_line_and_exit_code_2(words, told, place, capsys):
-    assert main(["watch", *words.split()]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("trimtab watch: error: ") and told in line and line.count("\n") == 1
+def test_what_is_no_run_is_one_line_and_exit_code_2(words, told, place, trimtab):
+    assert told in trimtab(f"watch {words}").mistake
 
 
-def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch, trimtab):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "quickstart" / "sft")
     write_rl_run(tmp_path / "quickstart" / "grpo")
@@ -46,5 +43,4 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     assert first == ["trimtab", "quickstart"] and len(others) >= 3
     for words in others:
         if "--page" not in words:  # that one does not end by itself
-            assert main(words[1:]) == 0, capsys.readouterr().err
-            assert "● finished" in capsys.readouterr().out
+            assert "● finished" in trimtab(*words[1:]).out

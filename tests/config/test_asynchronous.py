@@ -4,21 +4,19 @@ import dataclasses
 
 import pytest
 
-from tests.config.test_idle import RL, lines_of
-from trimtab.config.jobs import JOBS
+from tests.config.every_job import RL, lines_of, refusal
 from trimtab.config.parser import parse
 from trimtab.config.resolved_config import settled_and_checked
 from trimtab.config.rl_jobs import GRPOOptions
-from trimtab.errors import UserError
 
 ASYNC = f"{RL} --async_train"
-APART = f"{ASYNC} --ray --vllm_num_engines 1"
+APART = "--ray --vllm_num_engines 1"
 WEIGHED = "answers may be older than the policy that learns from them: tokens are weighed by their ratio, at most 2 "
 WEIGHED += "(--mismatch_correction tis; None switches it off)"
 
 
-def settled(words, verb="grpo"):
-    return settled_and_checked(parse(JOBS[verb], words.split()))[0]
+def settled(words):
+    return settled_and_checked(parse(GRPOOptions, words.split()))[0]
 
 
 @pytest.mark.parametrize(
@@ -52,72 +50,58 @@ def test_without_it_nothing_is_settled():
     "verb, words, told",
     [
         (
-            "grpo",
-            f"{ASYNC} --async_queue_size 4 --async_staleness 2",
+            *("grpo", "--async_queue_size 4 --async_staleness 2"),
             "--async_staleness 2 is less than --async_queue_size 4: answers so many batches ahead are as old when "
             "their turn comes; give at least 4, or 0 to write nothing ahead",
         ),
-        ("grpo", f"{ASYNC} --async_staleness -1", "--async_staleness is -1: it must be at least 0"),
-        ("grpo", f"{ASYNC} --async_queue_size -1", "--async_queue_size is -1: it must be at least 0"),
-        ("grpo", f"{ASYNC} --async_timeout 0", "--async_timeout is 0: it must be above 0"),
+        ("grpo", "--async_staleness -1", "--async_staleness is -1: it must be at least 0"),
+        ("grpo", "--async_queue_size -1", "--async_queue_size is -1: it must be at least 0"),
+        ("grpo", "--async_timeout 0", "--async_timeout is 0: it must be above 0"),
         (
-            "grpo",
-            f"{ASYNC} --environment trimtab:guess --env_timeout 900",
+            *("grpo", "--environment trimtab:guess --env_timeout 900"),
             "--async_timeout 600 would end the run while an environment is within its --env_timeout 900: give 9000",
         ),
         *(
             (
-                "grpo",
-                f"{ASYNC} --replay rec {more}",
+                *("grpo", f"--replay rec {more}"),
                 "--async_train and --replay: a recording of an asynchronous run is replayed without --async_train; "
                 "leave it out",
             )
             for more in ("", "--async_staleness 0")
         ),
         (
-            "grpo",
-            f"{RL} --partial_rollout",
+            *("grpo", "--async_train False --partial_rollout"),
             "--partial_rollout lets answers go on after an update: add --async_train, or leave it out",
         ),
         (
-            "grpo",
-            f"{ASYNC} --dynamic_filtering --dynamic_filtering_batches 3",
+            *("grpo", "--dynamic_filtering --dynamic_filtering_batches 3"),
             "--dynamic_filtering_batches counts rounds of sampling, and --async_train has none: leave it out",
         ),
         (
-            "dapo",
-            f"{ASYNC} --drop_last",
+            *("dapo", "--drop_last"),
             "--drop_last with --dynamic_filtering: --async_train learns from every useful group, also where the last "
             "ones do not fill an iteration; leave --drop_last out",
         ),
         *(
             (
-                "ppo",
-                f"{APART} --{name}",
+                *("ppo", f"{APART} --{name}"),
                 f"--{name}: with --async_train engines write while the policy learns, and neither rests; leave it out",
             )
             for name in ("vllm_enable_sleep", "deepspeed_enable_sleep")
         ),
         (
-            "ppo",
-            f"{APART} --colocate_all_models",
+            *("ppo", f"{APART} --colocate_all_models"),
             "--colocate_all_models: with --async_train engines write while the policy learns; give them GPUs of their "
             "own, or use --rollout_engine builtin",
         ),
         *(
-            (
-                "tail",
-                f"{ASYNC} {more}",
-                "--async_train: tail methods learn from the policy's own new answers; leave it out",
-            )
+            ("tail", more, "--async_train: tail methods learn from the policy's own new answers; leave it out")
             for more in ("--method repulse", "--method ppo", "--async_staleness 0")
         ),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(verb, words, told):
-    with pytest.raises(UserError) as refusal:
-        settled(words, verb)
-    assert str(refusal.value) == told
+    assert refusal(lines_of, verb, f"{ASYNC} {words}") == told
 
 
 @pytest.mark.parametrize(
@@ -156,8 +140,7 @@ def test_without_asynchronous_training_its_numbers_have_no_effect(name, value):
     ],
 )
 def test_what_goes_well_with_it_is_accepted_without_a_word(words):
-    lines = lines_of("grpo", f"{ASYNC} {words} --mismatch_correction None")
-    assert lines == []
+    assert lines_of("grpo", f"{ASYNC} {words} --mismatch_correction None") == []
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,17 @@ import inspect
 
 import pytest
 
+from tests.config import every_job
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parser import parse
 from trimtab.config.resolved_config import check, settle
 from trimtab.config.rl_jobs import PPOOptions, TailOptions
 from trimtab.config.training_options import SCHEDULERS
-from trimtab.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
 
 
 def options(**changes) -> SFTOptions:
@@ -17,10 +22,7 @@ def options(**changes) -> SFTOptions:
 
 
 def refusal(**changes) -> str:
-    with pytest.raises(UserError) as caught:
-        check(options(**changes))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return every_job.refusal(check, options(**changes))
 
 
 def test_plain_options_pass_without_a_word():
@@ -109,31 +111,28 @@ def test_shares_that_fit_pass():
     "source", ["rows.jsonl", "./rows", "/no/such/rows", "~/no-such-rows", "a/b/c", "data/rows.parquet", "json@nowhere"]
 )
 @pytest.mark.parametrize("name", ["dataset", "eval_dataset"])
-def test_a_local_source_that_does_not_exist_is_refused(source, name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_local_source_that_does_not_exist_is_refused(source, name):
     line = refusal(**{name: f"owner/name,{source}"})
     assert f"--{name}" in line and source in line
 
 
 @pytest.mark.parametrize("source", ["name", "owner/name", "Owner/name-1.5b_v2", "owner/name@folder"])
-def test_a_hub_name_is_not_taken_for_a_path(source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_hub_name_is_not_taken_for_a_path(source):
     assert check(options(dataset=source, eval_dataset=source, pretrain=source.split("@")[0])) == []
 
 
-def test_local_sources_that_exist_pass(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_local_sources_that_exist_pass(tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "many").mkdir()
     (tmp_path / "many" / "rows.jsonl").write_text("{}\n")
     assert check(options(dataset=f"rows.jsonl,./many,json@many,{tmp_path}/rows.jsonl", pretrain="./many")) == []
 
 
-def test_a_name_missing_from_an_existing_folder_is_a_warning_because_it_may_be_a_hub_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (warning,) = check(options(dataset="data/train"))
-    assert "no train in the folder data" in warning
+@pytest.mark.parametrize("flag", ["dataset", "pretrain"])
+def test_a_name_missing_from_an_existing_folder_is_a_warning_because_it_may_be_a_hub_name(tmp_path, flag):
+    (tmp_path / "runs").mkdir()
+    (warning,) = check(options(**{flag: "runs/sft"}))
+    assert warning == f"--{flag}: there is no sft in the folder runs, so runs/sft is taken for a hub name"
 
 
 def test_a_model_folder_that_does_not_exist_is_refused():
@@ -217,13 +216,6 @@ def test_a_step_in_words_per_device_counts_the_gpus_that_the_policy_asks_for():
     options, lines = settle(parse(PPOOptions, words.split()))
     assert (options.train_batch_size, options.nproc) == (16, 4)
     assert lines == ["a step is 16 samples: 4 in a pass x 1 passes x 4 processes"]
-
-
-def test_a_model_missing_from_an_existing_folder_is_a_warning_because_it_may_be_a_hub_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (warning,) = check(options(pretrain="runs/sft"))
-    assert warning == "--pretrain: there is no sft in the folder runs, so runs/sft is taken for a hub name"
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,7 @@ import shlex
 
 import pytest
 
-from trimtab.config.jobs import (
-    ChatOptions,
-    DPOOptions,
-    GenerateOptions,
-    KTOOptions,
-    LoraCombineOptions,
-    PRMOptions,
-    RMOptions,
-)
+from trimtab.config.jobs import JOBS, KTOOptions, PRMOptions, RMOptions
 from trimtab.config.parser import parse
 from trimtab.config.resolved_config import check, hardware_problems, refuse_unimplemented, settle
 from trimtab.config.rl_jobs import PPOOptions
@@ -24,66 +16,75 @@ CHAT_PAIRS = f"{OFTEN} --apply_chat_template --chosen_key chosen --rejected_key 
 STEPS = """--input_key input --load_checkpoint --packing_samples --wandb_group prm --placeholder_token ки
     --reward_tokens + -"""
 
-COMMANDS = [
-    (
-        DPOOptions,
+LARGE = "--max_len 8192"
+
+# What is meant by the documents' commands, by the document and the verb.
+COMMANDS = {
+    "ascend small dpo": (
         f"""--save_path ./checkpoint/dpo {CHAT_PAIRS} --max_samples 50000 --train_batch_size 32
         --micro_train_batch_size 2 --max_len 1024 --learning_rate 1e-7 --beta 0.1 --load_checkpoint""",
         {"beta": 0.1, "learning_rate": 1e-7, "max_len": 1024, "apply_chat_template": True, "preference_loss": "dpo"},
     ),
-    (
-        DPOOptions,
-        f"""--save_path ./checkpoint/dpo {CHAT_PAIRS} --train_batch_size 256 --micro_train_batch_size 1 --max_len 8192
+    "ascend dpo": (
+        f"""--save_path ./checkpoint/dpo {CHAT_PAIRS} --train_batch_size 256 --micro_train_batch_size 1 {LARGE}
         --learning_rate 5e-8 --beta 0.1 --flash_attn --adam_offload""",
         {"adam_offload": True, "chosen_key": "chosen", "rejected_key": "rejected", "prompt_key": None},
     ),
-    (
-        DPOOptions,
-        f"--save_path ./dpo {CHAT_PAIRS} --ipo --ref_offload --packing_samples --nll_loss_coef 0.2",
-        {"preference_loss": "ipo", "ipo": True, "ref_offload": True, "nll_loss_coef": 0.2},
-    ),
-    (
-        DPOOptions,
-        f"--save_path ./dpo {CHAT_PAIRS} --label_smoothing 0.1",
-        {"preference_loss": "dpo", "label_smoothing": 0.1},
-    ),
-    (
-        RMOptions,
+    "ascend small rm": (
         f"""--save_path ./checkpoint/rm {CHAT_PAIRS} --max_samples 50000 --train_batch_size 16
         --micro_train_batch_size 2 --max_len 1024 --learning_rate 2e-7 --load_checkpoint""",
         {"learning_rate": 2e-7, "value_head_prefix": "score", "loss": "sigmoid"},
     ),
-    (
-        RMOptions,
-        f"""--save_path ./checkpoint/rm {CHAT_PAIRS} --train_batch_size 256 --micro_train_batch_size 4 --max_len 8192
-        --learning_rate 9e-6 --flash_attn --packing_samples --value_prefix_head score""",
-        {"packing_samples": True, "value_head_prefix": "score", "micro_train_batch_size": 4},
+    "ascend rm": (
+        f"""--save_path ./checkpoint/rm {CHAT_PAIRS} --train_batch_size 256 --micro_train_batch_size 1 {LARGE}
+        --learning_rate 1e-8 --load_checkpoint""",
+        {"learning_rate": 1e-8, "packing_samples": False},
     ),
-    (
-        PRMOptions,
+    **{
+        f"{document} rm": (
+            f"""--save_path ./checkpoint/rm {CHAT_PAIRS} --train_batch_size 256 --micro_train_batch_size {size} {LARGE}
+            --learning_rate 9e-6 --flash_attn --packing_samples {more} --use_wandb {{wandb_token}}""",
+            {"packing_samples": True, "value_head_prefix": "score", "micro_train_batch_size": size},
+        )
+        for document, size, more in (("chinese", 1, "--load_checkpoint"), ("guide", 4, ""), ("readme", 1, ""))
+    },
+    "ascend small prm": (
         f"""--save_path ./checkpoint/prm {OFTEN} --max_samples 50000 --train_batch_size 32 --micro_train_batch_size 2
-        --max_len 8192 --learning_rate 2e-7 --label_key value {STEPS}""",
+        {LARGE} --learning_rate 2e-7 --label_key value {STEPS}""",
         {"label_key": "value", "placeholder_token": "ки", "reward_tokens": ("+", "-"), "packing_samples": True},
     ),
-    (
-        PRMOptions,
-        f"""--save_path ./prm {OFTEN} --save_steps 500 --eval_steps 100 --train_batch_size 256
-        --micro_train_batch_size 8 --max_len 8192 --learning_rate 1e-6 --label_key label --flash_attn {STEPS}""",
-        {"save_steps": 500, "eval_steps": 100, "reward_tokens": ("+", "-")},
-    ),
-    (
-        KTOOptions,
-        f"""--save_path ./checkpoint/kto {OFTEN} --train_batch_size 64 --micro_train_batch_size 1 --max_len 8192
+    **{
+        f"{document} prm": (
+            f"""--save_path ./checkpoint/prm {OFTEN} --save_steps 500 --eval_steps 100 --train_batch_size 256
+            --micro_train_batch_size 8 {LARGE} --learning_rate 1e-6 {more} {STEPS}""",
+            {"save_steps": 500, "eval_steps": 100, "reward_tokens": ("+", "-")},
+        )
+        for document, more in (("ascend", "--label_key value"), ("guide", "--label_key label --flash_attn"))
+    },
+    "ascend kto": (
+        f"""--save_path ./checkpoint/kto {OFTEN} --train_batch_size 64 --micro_train_batch_size 1 {LARGE}
         --learning_rate 2e-7 --input_key instruction --output_key response --label_key score --beta 0.1""",
         {"micro_train_batch_size": 1, "beta": 0.1, "label_key": "score", "output_key": "response"},
     ),
+}
+OTHERS = [
     (
-        LoraCombineOptions,
+        "dpo",
+        f"--save_path ./dpo {CHAT_PAIRS} --ipo --ref_offload --packing_samples --nll_loss_coef 0.2",
+        {"preference_loss": "ipo", "ipo": True, "ref_offload": True, "nll_loss_coef": 0.2},
+    ),
+    (
+        *("dpo", f"--save_path ./dpo {CHAT_PAIRS} --label_smoothing 0.1"),
+        {"preference_loss": "dpo", "label_smoothing": 0.1},
+    ),
+    ("rm", f"--save_path ./rm {CHAT_PAIRS} --value_prefix_head score", {"value_head_prefix": "score"}),
+    (
+        "lora-combine",
         "--model_path owner/base --lora_path owner/adapter --output_path ./checkpoint/merged --is_rm --bf16",
         {"model_path": "owner/base", "output_path": "./checkpoint/merged", "is_rm": True, "bf16": True},
     ),
     (
-        GenerateOptions,
+        "generate",
         """--eval_task generate --pretrain owner/policy --bf16 --max_new_tokens 2048 --prompt_max_len 2048 --seed 7
         --dataset owner/prompts --dataset_probs 1.0 --input_key context_messages --apply_chat_template --flash_attn
         --temperature 0.9 --zero_stage 0 --best_of_n 4 --enable_prefix_caching --max_num_seqs 64 --iter 2
@@ -91,20 +92,20 @@ COMMANDS = [
         {"best_of_n": 4, "iter": 2, "rollout_batch_size": 10240, "temperature": 0.9, "max_num_seqs": 64},
     ),
     (
-        GenerateOptions,
+        "generate",
         """--eval_task rm --pretrain owner/judge --bf16 --max_len 4096 --dataset owner/answers --dataset_probs 1.0
         --zero_stage 0 --post_processor rs --micro_batch_size 4 --output_path ./rm.jsonl""",
         {"eval_task": "rm", "post_processor": "rs", "max_len": 4096, "micro_batch_size": 4},
     ),
     (
-        GenerateOptions,
+        "generate",
         """--eval_task rm --pretrain owner/judge --dataset owner/answers --input_key question --output_key response
         --post_processor csft --normalize_reward --reward_template '{input} <rm_score>: {reward} '
         --value_prefix_head value_head --output_path ./csft.jsonl""",
         {"normalize_reward": True, "reward_template": "{input} <rm_score>: {reward} "},
     ),
     (
-        ChatOptions,
+        "chat",
         "--pretrain owner/policy --bf16 --apply_chat_template --temperature 0.5 --enable_csft --csft_prompt good",
         {"temperature": 0.5, "condition": "good", "top_p": 0.9},
     ),
@@ -297,10 +298,12 @@ def test_documented_rl_commands_pass_the_checks_where_there_are_enough_gpus(
     assert len(hardware_problems(options, lambda: gpus - 1)) == (gpus > 1)
 
 
-@pytest.mark.parametrize("job_class, words, expected", COMMANDS)
-def test_documented_commands_are_understood_and_pass_the_checks(job_class, words, expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "verb, words, expected", [*((name.split()[-1], *case) for name, case in COMMANDS.items()), *OTHERS]
+)
+def test_documented_commands_are_understood_and_pass_the_checks(verb, words, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options, warnings = settle(parse(job_class, shlex.split(words)))
+    options, warnings = settle(parse(JOBS[verb], shlex.split(words)))
     warnings += check(options)
     refuse_unimplemented(options)
     assert {name: getattr(options, name) for name in expected} == expected

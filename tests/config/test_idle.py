@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.every_job import EVERY_JOB
+from tests.config.every_job import EVERY_JOB, RL, SFT, lines_of
 from trimtab.cli.main import VERBS
 from trimtab.config.jobs import JOBS, SFTOptions
 from trimtab.config.option import Option, Options, options_of
@@ -208,224 +208,166 @@ def test_the_walk_sees_an_option_that_nothing_reads_and_one_that_only_other_jobs
 
 # ---- what has an effect in some company only
 
-RL = "--pretrain a/b --prompt_data a/b --reward_pretrain a/b"
-SFT = "--pretrain a/b --dataset a/b"
+LEAST = {
+    **dict.fromkeys(("ppo", "grpo", "dapo"), RL),
+    **{"sft": SFT, "chat": "--pretrain a/b", "serve-rm": "--reward_pretrain a/b"},
+    "generate": f"{SFT} --output_path x.jsonl",
+}
+"""The words that each verb needs."""
+
+VERIFIED = "--reward_pretrain None --reward_verifier exact"
+BUDGET = "--packing_samples --train_max_tokens_per_gpu 4096"
+WARMUP = "--lr_scheduler constant --lr_warmup_ratio 0.03"
+RANGE = "--dynamic_filtering_reward_range 0 2 --dynamic_filtering_rule differing"
+
+# (verb, words, what is said of them, words with which it is not said)
 CASES = [
-    (
-        "ppo",
-        "--pretrain a/b --prompt_data a/b --reward_verifier exact --ref_reward_offload --init_kl_coef 0",
-        "--ref_reward_offload has no effect: there is no",
-        "--reward_pretrain a/b",
-    ),
-    ("ppo", f"{RL} --controller_apart", "--controller_apart has no effect in one process", "--nproc 2"),
-    (
-        "ppo",
-        f"{RL} --vllm_generate_batch_size 8",
-        "without --dynamic_filtering",
-        "--dynamic_filtering --n_samples_per_prompt 2",
-    ),
-    (
-        "ppo",
-        f"{RL} --kl_estimator k1 --init_kl_coef 0",
-        "--kl_estimator has no effect without --init_kl_coef",
-        "--init_kl_coef 0.1",
-    ),
-    (
-        "ppo",
-        f"{RL} --policy_loss_type cispo --eps_clip 0.2",
-        "--eps_clip has no effect as a lower bound",
-        "--policy_loss_type ppo",
-    ),
-    (
-        "ppo",
-        f"{RL} --policy_loss_type cispo --eps_clip_low_high 0.2 0.3",
-        "--eps_clip_low_high has no effect as a lower",
-        "--policy_loss_type gspo",
+    ("ppo", f"{VERIFIED} --ref_reward_offload --init_kl_coef 0", "--ref_reward_offload has no effect: there is no", RL),
+    ("ppo", "--controller_apart", "--controller_apart has no effect in one process", "--nproc 2"),
+    *(
+        (verb, flag, f"{flag.split()[0]} has no effect without {needed}", company)
+        for verb, flag, needed, company in (
+            ("ppo", "--eval_steps 5", "--eval_dataset", "--eval_dataset a/b"),
+            ("ppo", "--eval_temperature 0.6", "--eval_dataset", "--eval_dataset a/b"),
+            ("ppo", "--eval_n_samples_per_prompt 4", "--eval_dataset", "--eval_dataset a/b"),
+            ("ppo", "--eval_split train", "--eval_dataset", "--eval_dataset a/b"),
+            ("ppo", "--eval_max_samples 5", "--eval_dataset", "--eval_dataset a/b"),
+            ("sft", "--eval_split train", "--eval_dataset", "--eval_dataset a/b"),
+            ("sft", "--ring_head_stride 2", "--ring_attn_size", "--ring_attn_size 2"),
+            ("chat", "--csft_prompt good", "--enable_csft", "--enable_csft"),
+            ("sft", "--wandb_project mine", "--use_wandb", "--use_wandb offline"),
+            ("sft", "--wandb_run_name mine", "--use_wandb", "--use_tensorboard x"),
+            (
+                "ppo",
+                "--vllm_generate_batch_size 8",
+                "--dynamic_filtering",
+                "--dynamic_filtering --n_samples_per_prompt 2",
+            ),
+            ("grpo", "--dynamic_filtering_rule differing", "--dynamic_filtering", "--dynamic_filtering"),
+            ("grpo", "--dynamic_filtering_batches 3", "--dynamic_filtering", "--dynamic_filtering"),
+            ("dapo", RANGE, "--dynamic_filtering_rule mean", "--dynamic_filtering_rule mean"),
+            ("ppo", "--kl_clip 10", "--use_kl_loss", "--use_kl_loss --kl_estimator k3"),
+            ("ppo", "--kl_estimator k1 --init_kl_coef 0", "--init_kl_coef", "--init_kl_coef 0.1"),
+            ("ppo", f"--micro_reward_batch_size 2 {VERIFIED}", "--reward_pretrain", "--reward_pretrain a/b"),
+            ("ppo", "--vllm_tensor_parallel_size 1", "", None),
+            ("ppo", "--overlap_comm", "--zero_stage 3", "--zero_stage 3"),
+            ("generate", "--micro_batch_size 16", "a reward model", "--reward_pretrain a/b"),
+        )
     ),
     *(
-        (verb, f"{words} {flag}", f"{flag.split()[0]} has no effect without --placeholder_token", None)
-        for verb, words in (("ppo", RL), ("serve-rm", "--reward_pretrain a/b"))
+        (verb, flag, f"{flag.split()[0]} has no effect without --placeholder_token", None)
+        for verb in ("ppo", "serve-rm")
         for flag in ("--reward_tokens + -", "--step_reward min", "--step_separator x")
     ),
     *(
-        ("ppo", f"{RL} {flag}", f"{flag.split()[0]} has no effect without --eval_dataset", "--eval_dataset a/b")
-        for flag in (
-            "--eval_steps 5",
-            "--eval_temperature 0.6",
-            "--eval_n_samples_per_prompt 4",
-            "--eval_split train",
-            "--eval_max_samples 5",
-        )
-    ),
-    ("sft", f"{SFT} --eval_split train", "--eval_split has no effect without --eval_dataset", "--eval_dataset a/b"),
-    (
-        "ppo",
-        f"{RL} --use_dynamic_batch --micro_train_batch_size 4",
-        "--micro_train_batch_size has no effect beside --use_dynamic_batch",
-        "--use_dynamic_batch False",
-    ),
-    (
-        "ppo",
-        f"{RL} --use_dynamic_batch --micro_rollout_batch_size 8",
-        "--micro_rollout_batch_size has no effect beside",
-        "--use_dynamic_batch False",
-    ),
-    (
-        "sft",
-        f"{SFT} --packing_samples --train_max_tokens_per_gpu 4096 --micro_train_batch_size 8",
-        "--micro_train_batch_size has no effect beside --train_max_tokens_per_gpu",
-        "--train_max_tokens_per_gpu None",
-    ),
-    (
-        "sft",
-        f"{SFT} --fit_memory --micro_train_batch_size 8",
-        "--micro_train_batch_size has no effect beside --fit_memory",
-        "--fit_memory False",
-    ),
-    (
-        "sft",
-        f"{SFT} --ring_head_stride 2",
-        "--ring_head_stride has no effect without --ring_attn_size",
-        "--ring_attn_size 2",
-    ),
-    ("chat", "--pretrain a/b --csft_prompt good", "--csft_prompt has no effect without --enable_csft", "--enable_csft"),
-    ("sft", f"{SFT} --wandb_project mine", "--wandb_project has no effect without --use_wandb", "--use_wandb offline"),
-    (
-        "sft",
-        f"{SFT} --wandb_run_name mine",
-        "--wandb_run_name has no effect without --use_wandb",
-        "--use_tensorboard x",
-    ),
-    *(
-        (verb, f"{words} {flag}", f"{flag} has no effect without --save_steps", "--save_steps 5 --save_hf_ckpt")
-        for verb, words in (("ppo", RL), ("sft", SFT))
+        (verb, flag, f"{flag} has no effect without --save_steps", "--save_steps 5 --save_hf_ckpt")
+        for verb in ("ppo", "sft")
         for flag in ("--save_hf_ckpt", "--disable_ds_ckpt")
     ),
-    (
-        "sft",
-        f"{SFT} --lr_scheduler constant --lr_warmup_ratio 0.03",
-        "--lr_warmup_ratio has no effect with",
-        "--lr_scheduler constant_with_warmup",
-    ),
-    (
-        "sft",
-        f"{SFT} --lr_scheduler constant --lr_warmup_ratio 0.03",
-        "--lr_warmup_ratio has no effect with",
-        "--lr_warmup_ratio 0",
-    ),
     *(
-        (
-            verb,
-            f"{words} --apply_chat_template --input_template x{{}}",
-            "--input_template has no effect beside --apply_chat_template",
-            "--apply_chat_template False",
-        )
-        for verb, words in (("ppo", RL), ("sft", SFT), ("chat", "--pretrain a/b"))
-    ),
-    (
-        "sft",
-        f"{SFT} --pretrain_mode --input_template x{{}}",
-        "--input_template has no effect with --pretrain_mode",
-        "--pretrain_mode False",
-    ),
-    ("ppo", f"{RL} --max_len 4096", "--max_len has no effect in RL", None),
-    ("ppo", f"{RL} --packing_samples", "--packing_samples has no effect in RL", None),
-    ("serve-rm", "--reward_pretrain a/b --packing_samples", "--packing_samples has no effect in a server", None),
-    *(
-        (
-            "ppo",
-            f"{RL} --replay rec {flag}",
-            f"{flag.split()[0]} without effect: --replay samples nothing",
-            "--replay None",
-        )
-        for flag in (
-            *("--rollout_slots 256", "--rollout_kv_tokens 9999", "--weight_only_int8", "--top_p 1.0", "--no_shuffle"),
-            *("--repetition_penalty 1.1", "--generate_min_len 3"),
+        ("ppo", f"--policy_loss_type cispo {flag}", f"{flag.split()[0]} has no effect as a lower", company)
+        for flag, company in (
+            ("--eps_clip 0.2", "--policy_loss_type ppo"),
+            ("--eps_clip_low_high 0.2 0.3", "--policy_loss_type gspo"),
         )
     ),
-    ("ppo", f"{RL} --replay rec --repetition_penalty 1.1", "--repetition_penalty without", "--eval_dataset a/b"),
     *(
-        ("grpo", f"{RL} {flag}", f"{flag.split()[0]} has no effect without --dynamic_filtering", "--dynamic_filtering")
-        for flag in ("--dynamic_filtering_rule differing", "--dynamic_filtering_batches 3")
+        (verb, f"{other} {flag}", f"{flag.split()[0]} has no effect beside {named}", company)
+        for verb, other, named, flag, company in (
+            (
+                "ppo",
+                "--use_dynamic_batch",
+                "--use_dynamic_batch",
+                "--micro_train_batch_size 4",
+                "--use_dynamic_batch False",
+            ),
+            (
+                "ppo",
+                "--use_dynamic_batch",
+                "--use_dynamic_batch",
+                "--micro_rollout_batch_size 8",
+                "--use_dynamic_batch False",
+            ),
+            (
+                "ppo",
+                "--use_dynamic_batch",
+                "--use_dynamic_batch",
+                "--micro_logprob_batch_size 2",
+                "--use_dynamic_batch False",
+            ),
+            (
+                "sft",
+                BUDGET,
+                "--train_max_tokens_per_gpu",
+                "--micro_train_batch_size 8",
+                "--train_max_tokens_per_gpu None",
+            ),
+            ("sft", "--fit_memory", "--fit_memory", "--micro_train_batch_size 8", "--fit_memory False"),
+            (
+                "ppo",
+                "--mismatch_correction tis",
+                "--mismatch",
+                "--enable_vllm_is_correction",
+                "--mismatch_correction None",
+            ),
+            *(
+                (
+                    verb,
+                    "--apply_chat_template",
+                    "--apply_chat_template",
+                    "--input_template x{}",
+                    "--apply_chat_template False",
+                )
+                for verb in ("ppo", "sft", "chat")
+            ),
+        )
+    ),
+    ("sft", WARMUP, "--lr_warmup_ratio has no effect with", "--lr_scheduler constant_with_warmup"),
+    ("sft", WARMUP, "--lr_warmup_ratio has no effect with", "--lr_warmup_ratio 0"),
+    (
+        *("sft", "--pretrain_mode --input_template x{}"),
+        *("--input_template has no effect with --pretrain_mode", "--pretrain_mode False"),
+    ),
+    ("ppo", "--max_len 4096", "--max_len has no effect in RL", None),
+    ("ppo", "--packing_samples", "--packing_samples has no effect in RL", None),
+    ("serve-rm", "--packing_samples", "--packing_samples has no effect in a server", None),
+    *(
+        ("ppo", f"--replay rec {flag}", f"{flag.split()[0]} without effect: --replay samples nothing", company)
+        for flag, company in (
+            *(
+                (flag, "--replay None")
+                for flag in ("--rollout_slots 256", "--rollout_kv_tokens 9999", "--weight_only_int8")
+            ),
+            *((flag, "--replay None") for flag in ("--top_p 1.0", "--no_shuffle", "--generate_min_len 3")),
+            *(("--repetition_penalty 1.1", company) for company in ("--replay None", "--eval_dataset a/b")),
+            ("--rollout_slots 8", "--eval_dataset a/b"),
+        )
     ),
     (
-        "dapo",
-        f"{RL} --dynamic_filtering_reward_range 0 2 --dynamic_filtering_rule differing",
-        "--dynamic_filtering_reward_range has no effect without --dynamic_filtering_rule mean",
-        "--dynamic_filtering_rule mean",
-    ),
-    ("ppo", f"{RL} --kl_clip 10", "--kl_clip has no effect without --use_kl_loss", "--use_kl_loss --kl_estimator k3"),
-    (
-        "grpo",
-        f"{RL} --running_reward_norm",
+        *("grpo", "--running_reward_norm"),
         "--running_reward_norm has no effect with --advantage_estimator group_norm: it standardises",
         "--advantage_estimator rloo",
     ),
     (
-        "grpo",
-        f"{RL} --micro_value_batch_size 2",
+        *("grpo", "--micro_value_batch_size 2"),
         "--micro_value_batch_size without effect: --advantage_estimator group_norm has no critic",
         "--advantage_estimator gae",
     ),
+    ("ppo", "--vllm_num_engines 1 --vllm_tensor_parallel_size 2", "--vllm_tensor_parallel_size set aside", None),
     (
-        "ppo",
-        "--pretrain a/b --prompt_data a/b --reward_verifier exact --micro_reward_batch_size 2",
-        "--micro_reward_batch_size has no effect without --reward_pretrain",
-        "--reward_pretrain a/b",
+        *("ppo", "--vllm_enable_sleep False"),
+        *("--vllm_enable_sleep False has no effect on the built-in engine", "--rollout_engine vllm"),
     ),
     (
-        "ppo",
-        f"{RL} --use_dynamic_batch --micro_logprob_batch_size 2",
-        "--micro_logprob_batch_size has no effect beside --use_dynamic_batch",
-        "--use_dynamic_batch False",
-    ),
-    ("ppo", f"{RL} --replay rec --rollout_slots 8", "--rollout_slots without effect", "--eval_dataset a/b"),
-    ("ppo", f"{RL} --vllm_num_engines 1 --vllm_tensor_parallel_size 2", "--vllm_tensor_parallel_size set aside", None),
-    (
-        "ppo",
-        f"{RL} --vllm_enable_sleep False",
-        "--vllm_enable_sleep False has no effect on the built-in engine",
-        "--rollout_engine vllm",
-    ),
-    (
-        "ppo",
-        f"{RL} --vllm_tensor_parallel_size 1",
-        "--vllm_tensor_parallel_size has no effect without",
-        None,
-    ),
-    (
-        "ppo",
-        f"{RL} --enable_vllm_is_correction --mismatch_correction tis",
-        "--enable_vllm_is_correction has no effect beside",
-        "--mismatch_correction None",
-    ),
-    (
-        "ppo",
-        f"{RL} --overlap_comm",
-        "--overlap_comm has no effect without --zero_stage 3",
-        "--zero_stage 3",
-    ),
-    (
-        "serve-rm",
-        "--reward_verifier gsm8k --bf16",
-        "--bf16 has no effect with --reward_verifier",
-        "--reward_verifier None --reward_pretrain a/b",
-    ),
-    (
-        "generate",
-        "--pretrain a/b --dataset a/b --output_path x.jsonl --micro_batch_size 16",
-        "--micro_batch_size has no effect without a reward model",
-        "--reward_pretrain a/b",
+        *("serve-rm", "--reward_pretrain None --reward_verifier gsm8k --bf16"),
+        *("--bf16 has no effect with --reward_verifier", "--reward_verifier None --reward_pretrain a/b"),
     ),
 ]
 
 
-def lines_of(verb: str, words: str) -> list[str]:
-    return settled_and_checked(parse(JOBS[verb], words.split()))[1]
-
-
 @pytest.mark.parametrize("verb, words, line, company", CASES)
 def test_an_option_without_effect_says_so_and_where_it_has_one_does_not(verb, words, line, company):
+    words = f"{LEAST[verb]} {words}"
     assert [said for said in lines_of(verb, words) if line in said], lines_of(verb, words)
     if company is not None:
         assert not [said for said in lines_of(verb, f"{words} {company}") if line in said]
@@ -433,5 +375,5 @@ def test_an_option_without_effect_says_so_and_where_it_has_one_does_not(verb, wo
 
 @pytest.mark.parametrize("verb, words, line, company", CASES)
 def test_what_the_user_did_not_set_is_not_spoken_of(verb, words, line, company):
-    options = parse(JOBS[verb], words.split())
+    options = parse(JOBS[verb], f"{LEAST[verb]} {words}".split())
     assert not settled_and_checked(dataclasses.replace(options, given=frozenset()))[1]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_sft_documents import ASCEND, CHINESE, GUIDE, KEY, words_of
+from tests.config import every_job
 from trimtab.config.jobs import JOBS, SFTOptions
 from trimtab.config.parser import parse, parse_values
 from trimtab.config.resolved_config import settle, to_yaml
@@ -13,10 +15,7 @@ from trimtab.errors import UserError
 
 
 def refusal(*argv: str) -> str:
-    with pytest.raises(UserError) as caught:
-        parse(SFTOptions, argv)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return every_job.refusal(parse, SFTOptions, argv)
 
 
 def config(tmp_path, text: str) -> str:
@@ -25,87 +24,53 @@ def config(tmp_path, text: str) -> str:
     return str(path)
 
 
-ASCEND_GUIDE = shlex.split(
-    """--max_len 2048 --dataset rows.jsonl --input_key question --output_key response --train_batch_size 256
-    --micro_train_batch_size 2 --max_samples 500000 --pretrain model --save_path ./checkpoint/sft --save_steps -1
-    --logging_steps 1 --eval_steps -1 --zero_stage 2 --max_epochs 1 --bf16 --learning_rate 5e-6 --load_checkpoint
-    --gradient_checkpointing"""
-)
-README = shlex.split(
-    """--max_len 4096 --dataset rows.jsonl --input_key question --output_key response
-    --input_template 'User: {}\nAssistant: ' --train_batch_size 256 --micro_train_batch_size 2 --max_samples 500000
-    --pretrain model --save_path ./sft --save_steps -1 --logging_steps 1 --eval_steps -1 --zero_stage 2 --max_epochs 1
-    --packing_samples --bf16 --flash_attn --learning_rate 5e-6 --gradient_checkpointing --load_checkpoint
-    --use_wandb {wandb_token}"""
-)
-DOCUMENTATION = shlex.split(
-    """--max_len 2048 --dataset rows.jsonl --input_key question --output_key response
-    --input_template 'User: {}\nAssistant: ' --train_batch_size 256 --micro_train_batch_size 8 --max_samples 500000
-    --pretrain model --save_path ./sft --save_steps -1 --logging_steps 1 --eval_steps -1 --zero_stage 2 --max_epochs 1
-    --bf16 --flash_attn --packing_samples --learning_rate 5e-6 --gradient_checkpointing --use_wandb {wandb_token}"""
-)
-
-
 def test_documented_commands_are_understood():
-    guide, readme, documentation = (parse(SFTOptions, argv) for argv in (ASCEND_GUIDE, README, DOCUMENTATION))
+    guide, readme, documentation = (parse(SFTOptions, words_of(text)) for text in (ASCEND, CHINESE, GUIDE))
     assert (guide.max_len, guide.output_key, guide.save_steps, guide.bf16) == (2048, "response", -1, True)
     assert (readme.max_len, readme.packing_samples, readme.load_checkpoint) == (4096, True, True)
-    assert (readme.use_wandb, readme.train_batch_size, guide.flash_attn) == ("{wandb_token}", 256, False)
+    assert (readme.use_wandb, readme.train_batch_size, guide.flash_attn) == (KEY, 256, False)
     assert (documentation.micro_train_batch_size, documentation.learning_rate) == (8, 5e-6)
     assert documentation.input_template == "User: {}\nAssistant: "
 
 
-def test_a_switch_stands_alone_or_takes_true_or_false():
-    assert parse(SFTOptions, ["--bf16"]).bf16 is True
-    assert parse(SFTOptions, ["--bf16", "--multiturn"]).bf16 is True
-    assert parse(SFTOptions, ["--bf16", "True"]).bf16 is True
-    assert parse(SFTOptions, ["--bf16", "--bf16=false"]).bf16 is False
+SEVERAL = "--adam_betas 0.8 0.99 --target_modules q_proj k_proj v_proj --bf16"
 
 
-@pytest.mark.parametrize("text, value", [("1e8", 10**8), ("500_000", 500_000), ("12", 12)])
-def test_a_whole_number_may_be_written_in_several_ways(text, value):
-    chosen = parse(SFTOptions, ["--max_ckpt_mem", text]).max_ckpt_mem
-    assert chosen == value and type(chosen) is int
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        # A switch stands alone, or takes True or False.
+        *((words, {"bf16": True}) for words in ("--bf16", "--bf16 --multiturn", "--bf16 True")),
+        ("--bf16 --bf16=false", {"bf16": False}),
+        *(
+            (f"--max_ckpt_mem {text}", {"max_ckpt_mem": value})
+            for text, value in (("1e8", 10**8), ("500_000", 500_000))
+        ),
+        (SEVERAL, {"adam_betas": (0.8, 0.99), "target_modules": ("q_proj", "k_proj", "v_proj")}),
+        # The word None unsets.
+        *((f"--{name} None", {name: None}) for name in ("input_template", "train_max_tokens_per_gpu")),
+        # As launchers write it.
+        *((f"--local_rank{between}3", {"local_rank": 3}) for between in "= "),
+        *((f"--use_wandb {word}", {"use_wandb": "True"}) for word in ("", "true")),
+        ("--use_wandb False", {"use_wandb": None}),
+        ("--use_wandb offline", {"use_wandb": "offline"}),
+        # The last of repeated options wins, under any of its names.
+        ("--max_len 1 --max_len 2 --max_epochs 5 --max_epoch 6", {"max_len": 2, "max_epochs": 6}),
+        ("--train_split half --max-len 9", {"dataset_split": "half", "max_len": 9}),
+        ("--input-template=a-{}", {"input_template": "a-{}"}),
+        # Negative and odd values reach their option.
+        ("--save_steps -1 --input_template '-- {}'", {"save_steps": -1, "input_template": "-- {}"}),
+        ("--wandb_group=--x", {"wandb_group": "--x"}),
+    ],
+)
+def test_words_mean_what_people_write_them_for(words, expected):
+    options = parse(SFTOptions, shlex.split(words))
+    found = {name: getattr(options, name) for name in expected}
+    assert found == expected and [*map(type, found.values())] == [*map(type, expected.values())]
 
 
-def test_several_values():
-    options = parse(SFTOptions, shlex.split("--adam_betas 0.8 0.99 --target_modules q_proj k_proj v_proj --bf16"))
-    assert options.adam_betas == (0.8, 0.99)
-    assert options.target_modules == ("q_proj", "k_proj", "v_proj")
-
-
-def test_the_word_none_unsets():
-    assert parse(SFTOptions, ["--input_template", "None"]).input_template is None
-    assert parse(SFTOptions, ["--train_max_tokens_per_gpu", "None"]).train_max_tokens_per_gpu is None
+def test_a_number_cannot_be_unset():
     assert "a whole number" in refusal("--max_len", "None")
-
-
-def test_launchers_may_write_local_rank_in_both_ways():
-    assert parse(SFTOptions, ["--local_rank=0"]).local_rank == 0
-    assert parse(SFTOptions, ["--local_rank", "3"]).local_rank == 3
-
-
-def test_use_wandb_may_stand_alone():
-    assert parse(SFTOptions, ["--use_wandb"]).use_wandb == "True"
-    assert parse(SFTOptions, ["--use_wandb", "true"]).use_wandb == "True"
-    assert parse(SFTOptions, ["--use_wandb", "False"]).use_wandb is None
-    assert parse(SFTOptions, ["--use_wandb", "offline"]).use_wandb == "offline"
-
-
-def test_the_last_of_repeated_options_wins():
-    options = parse(SFTOptions, shlex.split("--max_len 1 --max_len 2 --max_epochs 5 --max_epoch 6"))
-    assert (options.max_len, options.max_epochs) == (2, 6)
-
-
-def test_other_spellings():
-    options = parse(SFTOptions, shlex.split("--max_epoch 3 --train_split half --max-len 9 --input-template=a-{}"))
-    assert (options.max_epochs, options.dataset_split) == (3, "half")
-    assert (options.max_len, options.input_template) == (9, "a-{}")
-
-
-def test_negative_and_odd_values_reach_their_option():
-    options = parse(SFTOptions, ["--save_steps", "-1", "--input_template", "-- {}", "--wandb_group=--x"])
-    assert (options.save_steps, options.input_template, options.wandb_group) == (-1, "-- {}", "--x")
 
 
 @pytest.mark.parametrize("text, value", [("-1e1", -10.0), ("-1.5e-3", -0.0015), ("-.5e2", -50.0), ("-2.", -2.0)])

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.config.test_idle import RL, SFT, lines_of
-from trimtab.errors import UserError
+from tests.config.every_job import RL, SFT, lines_of, refusal
 
 
 def test_sixteen_gpus_asked_for_and_four_used_is_said():
@@ -27,24 +26,16 @@ def test_with_ray_the_placement_is_followed_and_nothing_is_said():
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "role, words, why",
     [
-        (
-            "--critic_num_gpus_per_node 2 --advantage_estimator reinforce",
-            "--critic_num_gpus_per_node has no effect with --ray: --advantage_estimator reinforce has no critic",
-        ),
-        (
-            "--ref_num_gpus_per_node 2 --init_kl_coef 0",
-            "--ref_num_gpus_per_node has no effect with --ray: --init_kl_coef is 0",
-        ),
-        (
-            "--ref_num_gpus_per_node 2 --lora_rank 4",
-            "--ref_num_gpus_per_node has no effect with --ray: with --lora_rank the reference is the policy",
-        ),
+        ("critic", "--advantage_estimator reinforce", "--advantage_estimator reinforce has no critic"),
+        ("ref", "--init_kl_coef 0", "--init_kl_coef is 0"),
+        ("ref", "--lora_rank 4", "with --lora_rank the reference is the policy"),
     ],
 )
-def test_devices_of_a_model_that_is_not_there_are_said_to_be_unused(words, told):
-    assert lines_of("ppo", f"{RL} --ray {words}") == [told]
+def test_devices_of_a_model_that_is_not_there_are_said_to_be_unused(role, words, why):
+    told = f"--{role}_num_gpus_per_node has no effect with --ray: {why}"
+    assert lines_of("ppo", f"{RL} --ray --{role}_num_gpus_per_node 2 {words}") == [told]
     teaching = lines_of("ppo", f"{RL} --ray --ref_num_gpus_per_node 2 --lora_rank 4 --teacher_model a/b")
     assert not [line for line in teaching if "num_gpus" in line]
 
@@ -59,12 +50,6 @@ def test_with_ray_a_step_per_device_is_counted_over_all_machines_of_the_policy()
 def test_four_bit_weights_are_refused_over_several_processes(verb, words):
     quantised = f"{words} --load_in_4bit --bf16 --lora_rank 8"
     assert lines_of(verb, quantised) == []
-    with pytest.raises(UserError, match="4-bit weights cannot be split"):
-        lines_of(verb, f"{quantised} --nproc 2")
-
-
-def test_four_bit_weights_are_refused_where_the_policys_gpus_are_several():
-    with pytest.raises(UserError, match="4-bit weights cannot be split"):
-        lines_of("ppo", f"{RL} --load_in_4bit --bf16 --lora_rank 8 --actor_num_gpus_per_node 2")
-    with pytest.raises(UserError, match="4-bit weights cannot be split"):
-        lines_of("ppo", f"{RL} --load_in_4bit --bf16 --lora_rank 8 --actor_num_nodes 2 --ray")
+    several = ["--nproc 2"] + ["--actor_num_gpus_per_node 2", "--actor_num_nodes 2 --ray"] * (verb == "ppo")
+    for processes in several:
+        assert "4-bit weights cannot be split" in refusal(lines_of, verb, f"{quantised} {processes}")

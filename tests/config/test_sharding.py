@@ -2,17 +2,9 @@
 
 import pytest
 
-from trimtab.config.jobs import JOBS
-from trimtab.config.parser import parse
+from tests.config.every_job import RL, SFT, lines_of, refusal
 from trimtab.config.placement_options import ShardingOptions
-from trimtab.config.resolved_config import settled_and_checked
 from trimtab.errors import UserError
-
-WORDS = {
-    "sft": "--pretrain a/b --dataset a/b",
-    "dpo": "--pretrain a/b --dataset a/b",
-    "ppo": "--pretrain a/b --prompt_data a/b --reward_verifier gsm8k",
-}
 
 
 @pytest.mark.parametrize(
@@ -30,13 +22,24 @@ WORDS = {
         ("--nproc 2 --ring_attn_size 2 --attn_implementation sdpa", "--ring_attn_size works with the attention of"),
         ("--nproc 2 --ring_attn_size 2 --ring_head_stride 0", "--ring_head_stride is 0: it must be at least 1"),
         ("--nproc 2 --load_in_4bit --bf16 --lora_rank 4", "--load_in_4bit: 4-bit weights cannot be split"),
+        ("--ring_attn_size 2 --load_in_4bit --bf16 --lora_rank 4", "--load_in_4bit: 4-bit weights cannot be split"),
+        ("--nproc 3 --ds_tensor_parallel_size 2", "--ds_tensor_parallel_size 2: 3 processes cannot be shared out so"),
+        (
+            "--nproc 6 --ring_attn_size 2 --ds_tensor_parallel_size 2",
+            "--ring_attn_size 2 x --ds_tensor_parallel_size 2",
+        ),
+        ("--nproc 4 --ring_attn_size 2 --shard_size 1", "--shard_size 1 must divide 4 processes and be a multiple of"),
+        ("--nproc 8 --zpg 2 --zero_stage 3 --ds_tensor_parallel_size 2", "--zpg and --ds_tensor_parallel_size do not"),
+        (
+            "--nproc 2 --ring_attn_size 2 --attn_implementation eager",
+            "--ring_attn_size works with the attention of this",
+        ),
+        ("--offload_activations", "--offload_activations needs --gradient_checkpointing"),
     ],
 )
-@pytest.mark.parametrize("verb", WORDS)
+@pytest.mark.parametrize("verb", ["sft", "dpo", "ppo"])
 def test_processes_that_cannot_be_shared_out_so_are_refused_in_one_line(verb, words, line):
-    with pytest.raises(UserError) as refusal:
-        settled_and_checked(parse(JOBS[verb], f"{WORDS[verb]} {words}".split()))
-    assert str(refusal.value).startswith(line) and "\n" not in str(refusal.value)
+    assert refusal(lines_of, verb, f"{SFT if verb != 'ppo' else RL} {words}").startswith(line)
 
 
 @pytest.mark.parametrize(

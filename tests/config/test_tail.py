@@ -1,9 +1,11 @@
+import re
+
 import pytest
 
+from tests.config.every_job import refusal
 from trimtab.config.resolved_config import check, settle
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.config.rl_options import GPT2_BAD_TOKENS, METHODS
-from trimtab.errors import UserError
 
 GIVEN = {"pretrain": "owner/model", "prompt_data": "owner/prompts", "reward_pretrain": "owner/judge"}
 
@@ -59,8 +61,11 @@ def test_defaults_pass_without_a_word_for_every_method(method):
         ),
         ({"proposal_lora_rank": 2, "method": "reinforce"}, "--proposal_lora_rank: --method reinforce has no proposal"),
         ({"temperature": 0.7}, "--temperature has no place in --method repulse"),
-        ({"nproc": 2, "ds_tensor_parallel_size": 2}, "--ds_tensor_parallel_size: tail methods split no layers"),
-        ({"nproc": 2, "ring_attn_size": 2}, "--ring_attn_size: tail methods split no layers and no rows"),
+        ({"nproc": 2, "ds_tensor_parallel_size": 2}, "--ds_tensor_parallel_size: tail methods split no layers and no"),
+        (
+            {"nproc": 2, "ring_attn_size": 2},
+            "--ring_attn_size: tail methods split no layers and no rows yet; leave it at 1",
+        ),
         ({"top_p": 0.9, "method": "reinforce"}, "--top_p has no place in --method reinforce"),
         ({"generate_min_len": 4}, "--generate_min_len has no place in --method repulse"),
         ({"repetition_penalty": 1.1}, "--repetition_penalty has no place in --method repulse"),
@@ -80,9 +85,7 @@ def test_defaults_pass_without_a_word_for_every_method(method):
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(changes, complaint):
-    with pytest.raises(UserError, match=complaint) as refused:
-        settled(**changes)
-    assert "\n" not in str(refused.value)
+    assert re.search(complaint, refusal(settled, **changes))
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,12 @@ import signal
 
 import pytest
 
-from tests.data.templates import (
-    CHATML,
-    GEMMA,
-    GENERATION,
-    INLINE_TOOLS,
-    LLAMA3,
-    MISTRAL,
-    QWEN3,
-    THINKING_PROMPT,
-    TWO_ENDS,
-    WORDS,
-)
+from tests.data import templates
+from tests.data.rows import talk
+from tests.data.templates import CHATML, GEMMA, GENERATION, LLAMA3, MISTRAL, QWEN3
 from trimtab.data import chat_template
 from trimtab.data.chat_template import ChatRenderer, render_pair, render_whole
 from trimtab.errors import UserError
-
-
-def talk(*contents, system=None):
-    roles = ["user", "assistant"]
-    messages = [{"role": "system", "content": system}] if system else []
-    return messages + [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
 def trained(rendering):
@@ -31,16 +16,17 @@ def trained(rendering):
 
 @pytest.mark.parametrize(
     "template, ends",
-    [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (MISTRAL, "</s>"), (GEMMA, "<end_of_turn>")],
+    [
+        *((CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (MISTRAL, "</s>"), (GEMMA, "<end_of_turn>")),
+        (GENERATION, "<|im_end|>"),  # whose blocks are taken from the template
+        (templates.TWO_ENDS, "<|eot_id|><end_of_turn>"),  # all that ends a turn, and not the next one's first
+    ],
 )
 def test_loss_covers_the_answers_and_their_end_of_turn_and_nothing_else(make_tokenizer, template, ends):
     messages = talk("one?", "It is one.", "two?", "It is two.")
-    tokenizer = make_tokenizer(template)
-    assert trained(ChatRenderer(tokenizer, multiturn=True).render(messages)) == [
-        "It is one." + ends,
-        "It is two." + ends,
-    ]
-    assert trained(ChatRenderer(tokenizer).render(messages)) == ["It is two." + ends]
+    tokenizer, answers = make_tokenizer(template), [f"It is {number}.{ends}" for number in ("one", "two")]
+    assert trained(ChatRenderer(tokenizer, multiturn=True).render(messages)) == answers
+    assert trained(ChatRenderer(tokenizer).render(messages)) == answers[1:]
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, GEMMA, QWEN3, GENERATION])
@@ -82,14 +68,14 @@ def test_an_empty_thinking_block_that_the_template_writes_is_trained(make_tokeni
     assert trained(rendering) == ["<think>\n\n</think>\n\na2<|im_end|>"]
 
 
+def with_a_tool(answer: str, **call) -> list[dict]:
+    turns = talk("sum?", "", "", "two")
+    return [turns[0], turns[1] | call, {"role": "tool", "content": answer}, turns[3]]
+
+
 def test_reasoning_and_tool_calls_are_the_turns_own_words(make_tokenizer):
     call = {"name": "add", "arguments": {"a": 1}}
-    messages = [
-        {"role": "user", "content": "sum?"},
-        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "use it"},
-        {"role": "tool", "content": "2"},
-        {"role": "assistant", "content": "two"},
-    ]
+    messages = with_a_tool("2", tool_calls=[call], reasoning_content="use it")
     rendering = ChatRenderer(make_tokenizer(QWEN3), multiturn=True).render(messages, tools=[{"name": "add"}])
     assert rendering.text.startswith('<|im_start|>system\nTools: [{"name": "add"}]')
     first, second = trained(rendering)
@@ -98,39 +84,20 @@ def test_reasoning_and_tool_calls_are_the_turns_own_words(make_tokenizer):
 
 
 def test_a_tools_answer_inside_a_turn_is_never_trained(make_tokenizer):
-    messages = [
-        {"role": "user", "content": "sum?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
-        {"role": "tool", "content": "TWO"},
-        {"role": "assistant", "content": "two"},
-    ]
+    messages = with_a_tool("TWO", tool_calls=[{"name": "add"}])
     with pytest.raises(UserError, match=r"row 1: .*generation"):
-        ChatRenderer(make_tokenizer(INLINE_TOOLS), multiturn=True).render(messages, where="row 1")
+        ChatRenderer(make_tokenizer(templates.INLINE_TOOLS), multiturn=True).render(messages, where="row 1")
 
 
 def test_loss_begins_where_a_generation_prompt_that_opens_a_thought_ends(make_tokenizer):
-    renderer = ChatRenderer(make_tokenizer(THINKING_PROMPT), multiturn=True)
+    renderer = ChatRenderer(make_tokenizer(templates.THINKING_PROMPT), multiturn=True)
     assert trained(renderer.render(talk("q1", "a1", "q2", "a2"))) == ["a1<|im_end|>", "\n</think>\na2<|im_end|>"]
     thought = renderer.render(talk("q1", "<think>\nhm\n</think>\na1", "q2", "<think>\nwell\n</think>\na2"))
     assert trained(thought) == ["\na1<|im_end|>", "well\n</think>\na2<|im_end|>"]
 
 
-def test_every_special_token_that_ends_a_turn_is_trained_but_not_the_next_turns_first(make_tokenizer):
-    rendering = ChatRenderer(make_tokenizer(TWO_ENDS), multiturn=True).render(talk("q1", "a1", "q2", "a2"))
-    assert trained(rendering) == ["a1<|eot_id|><end_of_turn>", "a2<|eot_id|><end_of_turn>"]
-    rendering = ChatRenderer(make_tokenizer(LLAMA3), multiturn=True).render(talk("q1", "a1", "q2", "a2"))
-    assert trained(rendering) == ["a1<|eot_id|>", "a2<|eot_id|>"]
-
-
-def test_generation_blocks_are_taken_from_the_template(make_tokenizer):
-    tokenizer = make_tokenizer(GENERATION)
-    messages = talk("q1", "a1", "q2", "a2")
-    assert trained(ChatRenderer(tokenizer, multiturn=True).render(messages)) == ["a1<|im_end|>", "a2<|im_end|>"]
-    assert trained(ChatRenderer(tokenizer).render(messages)) == ["a2<|im_end|>"]
-
-
 def test_a_template_without_special_tokens_gets_an_eos_after_the_last_turn(make_tokenizer):
-    rendering = ChatRenderer(make_tokenizer(WORDS), multiturn=True).render(talk("q1", "a1", "q2", "a2"))
+    rendering = ChatRenderer(make_tokenizer(templates.WORDS), multiturn=True).render(talk("q1", "a1", "q2", "a2"))
     assert rendering.text == "Human: q1\nBot: a1\nHuman: q2\nBot: a2</s>"
     assert trained(rendering) == [" a1", " a2</s>"]
 
@@ -148,20 +115,20 @@ def test_a_template_that_prints_the_date_prints_the_same_one_on_any_day(make_tok
     assert rendering.text.startswith("Today: 26 Jul 2024\n") and trained(rendering) == ["a<|im_end|>"]
 
 
-def test_a_conversation_without_a_last_answer_is_refused_with_its_row(make_tokenizer):
-    with pytest.raises(UserError, match=r"row 3: the last turn is 'user'"):
-        ChatRenderer(make_tokenizer(CHATML)).render(talk("q", "a", "q2"), where="row 3")
-
-
-def test_a_conversation_the_template_refuses_is_one_line_with_its_row(make_tokenizer):
-    with pytest.raises(UserError, match=r"row 5: .*roles must alternate"):
-        ChatRenderer(make_tokenizer(GEMMA)).render([{"role": "assistant", "content": "a"}], where="row 5")
-
-
-def test_a_template_that_hides_the_last_answer_is_refused_with_advice(make_tokenizer):
-    template = "{% for m in messages %}{{ m.content[:2] + '.' }}{% endfor %}"
-    with pytest.raises(UserError, match=r"row 1: .*generation"):
-        ChatRenderer(make_tokenizer(template)).render(talk("question", "answer"), where="row 1")
+@pytest.mark.parametrize(
+    "template, messages, told",
+    [
+        (CHATML, talk("q", "a", "q2"), "the last turn is 'user'"),
+        (GEMMA, talk("q", "a")[1:], ".*roles must alternate"),
+        ("{% for m in messages %}{{ m.content[:2] + '.' }}{% endfor %}", talk("question", "answer"), ".*generation"),
+    ],
+    ids=["no answer", "refused by the template", "hidden by the template"],
+)
+def test_a_conversation_of_which_nothing_can_be_learnt_is_one_line_with_its_row(
+    make_tokenizer, template, messages, told
+):
+    with pytest.raises(UserError, match=f"^row 3: {told}"):
+        ChatRenderer(make_tokenizer(template)).render(messages, where="row 3")
 
 
 def test_a_tokenizer_without_template_is_refused_with_the_flag(make_tokenizer):

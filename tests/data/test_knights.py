@@ -6,7 +6,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from trimtab.cli.main import main
+from tests.data.rows import write_jsonl
 from trimtab.data.conversion import prompt_of
 from trimtab.embedded.knights_task import make_puzzles
 from trimtab.rewards.verifiers import knights_solution
@@ -14,11 +14,6 @@ from trimtab.rewards.verifiers import knights_solution
 QUIZ = "Zoey says: Owen is a knave. Who is what?"
 TEXT = "(1) Zoey is a knight\n(2) Owen is a knave"
 PUZZLE = {"quiz": QUIZ, "names": ["Zoey", "Owen"], "solution": [True, False], "solution_text_format": TEXT}
-
-
-def written(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def read(path):
@@ -38,26 +33,25 @@ def test_the_prompt_is_the_guides_byte_for_byte():
 
 
 @pytest.mark.parametrize("row", [PUZZLE, without("names", "solution"), without("solution_text_format")])
-def test_the_solution_may_be_text_or_truth_values(tmp_path, row, capsys):
-    source, made = written(tmp_path / "a.jsonl", [row]), tmp_path / "deep" / "b.jsonl"
-    assert main(["kk-data", source, str(made)]) == 0
+def test_the_solution_may_be_text_or_truth_values(tmp_path, row, trimtab):
+    source, made = write_jsonl(tmp_path / "a.jsonl", [row]), tmp_path / "deep" / "b.jsonl"
+    assert trimtab(f"kk-data {source} {made}").out == f"1 puzzles in {made}\n"
     assert read(made) == [{"src": [prompt_of(QUIZ)], "tgt": [TEXT]}]
-    assert capsys.readouterr().out == f"1 puzzles in {made}\n"
 
 
-def test_parquet_with_the_columns_of_others_and_several_sources(tmp_path):
+def test_parquet_with_the_columns_of_others_and_several_sources(tmp_path, trimtab):
     rows = [puzzle | {"prompt": [{"role": "user", "content": "p"}], "index": 7} for puzzle in make_puzzles(5, 3)]
     Dataset.from_list(rows).to_parquet(tmp_path / "3ppl_test.parquet")
-    second, made = written(tmp_path / "more.jsonl", [PUZZLE]), tmp_path / "b.jsonl"
-    assert main(["kk-data", f"{tmp_path}/3ppl_test.parquet,{second}", str(made)]) == 0
+    second, made = write_jsonl(tmp_path / "more.jsonl", [PUZZLE]), tmp_path / "b.jsonl"
+    assert trimtab(f"kk-data {tmp_path}/3ppl_test.parquet,{second} {made}").code == 0
     assert [row["src"] for row in read(made)] == [[prompt_of(row["quiz"])] for row in [*rows, PUZZLE]]
-    assert main(["kk-data", f"{tmp_path}/3ppl_test.parquet", str(made), "--max_samples", "2"]) == 0
+    assert trimtab(f"kk-data {tmp_path}/3ppl_test.parquet {made} --max_samples 2").code == 0
     assert len(read(made)) == 2
 
 
-def test_every_solution_is_one_that_the_reward_reads(tmp_path):
+def test_every_solution_is_one_that_the_reward_reads(tmp_path, trimtab):
     puzzles, made = make_puzzles(50, 5), tmp_path / "b.jsonl"
-    assert main(["kk-data", written(tmp_path / "a.jsonl", puzzles), str(made)]) == 0
+    assert trimtab(f"kk-data {write_jsonl(tmp_path / 'a.jsonl', puzzles)} {made}").code == 0
     for row, puzzle in zip(read(made), puzzles, strict=True):
         roles = {name: "knight" if told else "knave" for name, told in zip(puzzle["names"], puzzle["solution"])}
         assert knights_solution(row["tgt"][0]) == roles
@@ -76,25 +70,22 @@ def test_every_solution_is_one_that_the_reward_reads(tmp_path):
         ({"src": ["p"], "tgt": ["t"]}, "these rows have src and tgt already"),
     ],
 )
-def test_a_row_that_is_no_puzzle_is_named_and_nothing_is_written(tmp_path, row, words, capsys):
+def test_a_row_that_is_no_puzzle_is_named_and_nothing_is_written(tmp_path, row, words, trimtab):
     rows = [row] if "src" in row else [PUZZLE, row]
-    source, made = written(tmp_path / "a.jsonl", rows), tmp_path / "b.jsonl"
-    assert main(["kk-data", source, str(made)]) == 2
-    told = capsys.readouterr().err
-    assert words in told and told.count("\n") == 1 and not made.exists()
+    source, made = write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "b.jsonl"
+    assert words in trimtab(f"kk-data {source} {made}").mistake and not made.exists()
 
 
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["nowhere.jsonl", "b.jsonl"], "cannot find 'nowhere.jsonl': no such file or folder (see ROWS)"),
-        (["a.jsonl", "b.parquet"], "b.parquet: the rows are JSON lines"),
-        (["a.jsonl", "b.jsonl", "--max_samples", "0"], "--max_samples 0: give at least 1"),
-        (["a.jsonl"], "FILE.jsonl"),
+        ("nowhere.jsonl b.jsonl", "cannot find 'nowhere.jsonl': no such file or folder (see ROWS)"),
+        ("a.jsonl b.parquet", "b.parquet: the rows are JSON lines"),
+        ("a.jsonl b.jsonl --max_samples 0", "--max_samples 0: give at least 1"),
+        ("a.jsonl", "FILE.jsonl"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, words, told, capsys):
+def test_mistakes_are_one_line(tmp_path, monkeypatch, words, told, trimtab):
     monkeypatch.chdir(tmp_path)
-    written(tmp_path / "a.jsonl", [PUZZLE])
-    assert main(["kk-data", *words]) == 2
-    assert told in (error := capsys.readouterr().err) and error.count("\n") == 1
+    write_jsonl(tmp_path / "a.jsonl", [PUZZLE])
+    assert told in trimtab(f"kk-data {words}").mistake

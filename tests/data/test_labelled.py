@@ -1,24 +1,16 @@
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from datasets import Dataset
 
+from tests.data.rows import chosen, talk
 from tests.data.templates import CHATML
 from trimtab.data.examples import LabelledRenderer, build_labelled_dataset
 from trimtab.errors import UserError
 
 
 def build(tokenizer, *rows, **changes):
-    defaults = dict(
-        input_key="input",
-        output_key=None,
-        label_key="label",
-        input_template="User: {}\nAssistant: ",
-        apply_chat_template=False,
-        max_len=512,
-    )
-    return build_labelled_dataset(Dataset.from_list(list(rows)), tokenizer, SimpleNamespace(**{**defaults, **changes}))
+    options = chosen(**{"label_key": "label", "input_template": "User: {}\nAssistant: ", **changes})
+    return build_labelled_dataset(Dataset.from_list(list(rows)), tokenizer, options)
 
 
 KEYS = {"input_key": "q", "output_key": "a", "label_key": "score"}
@@ -43,7 +35,7 @@ def test_known_layouts_are_recognised_without_key_options(make_tokenizer):
     tokenizer = make_tokenizer(CHATML)
     store, _ = build(tokenizer, *ROWS)
     assert tokenizer.decode(store.example(0)[0]) == "hello yes</s>"
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    messages = talk("q", "a")
     for row in ({"messages": messages}, {"prompt": messages[:1], "completion": messages[1:]}):
         store, _ = build(tokenizer, {**row, "label": True})
         ids, trained = store.example(0)

@@ -1,9 +1,8 @@
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from datasets import Dataset
 
+from tests.data.rows import chosen, talk
 from tests.data.templates import CHATML, LLAMA3
 from trimtab.data import examples
 from trimtab.data.dataset import TokenDataset
@@ -13,24 +12,12 @@ from trimtab.errors import UserError
 
 
 def build(tokenizer, *rows, **changes):
-    defaults = dict(
-        prompt_key=None,
-        chosen_key="chosen",
-        rejected_key="rejected",
-        input_template=None,
-        apply_chat_template=False,
-        max_len=512,
-    )
-    return build_pair_dataset(Dataset.from_list(list(rows)), tokenizer, SimpleNamespace(**{**defaults, **changes}))
+    return build_pair_dataset(Dataset.from_list(list(rows)), tokenizer, chosen(**changes))
 
 
 def decoded(store, tokenizer, index=0):
     """(text, trained text) of both sides."""
     return [(tokenizer.decode(ids), tokenizer.decode(ids[trained])) for ids, trained in store.pair(index)]
-
-
-def talk(*contents):
-    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
 Q, GOOD, BAD = "hello there?", "yes, it is four.", "no fox."
@@ -106,10 +93,10 @@ def test_prompts_that_differ_share_only_what_they_begin_with(make_tokenizer):
     tokenizer = make_tokenizer(CHATML)
     row = {"chosen": talk("hello fox", GOOD), "rejected": talk("hello there", BAD)}
     store, report = build(tokenizer, row)
-    (chosen, trained), (rejected, _) = store.pair(0)
+    (good, trained), (bad, _) = store.pair(0)
     shared = store.shared[0]
-    assert 0 < shared < trained.argmax() and chosen[:shared].tolist() == rejected[:shared].tolist()
-    assert chosen[shared] != rejected[shared]
+    assert 0 < shared < trained.argmax() and good[:shared].tolist() == bad[:shared].tolist()
+    assert good[shared] != bad[shared]
     assert report.prompts_shared == 0
 
 
@@ -117,21 +104,21 @@ def test_sides_that_merge_with_the_prompt_differently_share_the_tokens_before(ma
     tokenizer = make_tokenizer()
     # " four" is one token of this tokenizer, a blank and "Z" are two.
     store, _ = build(tokenizer, {"prompt": "it is ", "chosen": "four", "rejected": "Z"})
-    (chosen, first), (rejected, second) = store.pair(0)
-    assert tokenizer.decode(chosen[: store.shared[0]]) == "it is"
+    (good, first), (bad, second) = store.pair(0)
+    assert tokenizer.decode(good[: store.shared[0]]) == "it is"
     assert (first.argmax(), second.argmax()) == (store.shared[0], store.shared[0] + 1)
-    assert tokenizer.decode(rejected) == "it is Z</s>"
+    assert tokenizer.decode(bad) == "it is Z</s>"
 
 
-@pytest.mark.parametrize("chosen, rejected", [("the fox", "the fox, yes"), ("yes", "yes"), ("fox", "four")])
-def test_texts_without_marks_keep_an_answer_on_each_side(make_tokenizer, chosen, rejected):
+@pytest.mark.parametrize("good, bad", [("the fox", "the fox, yes"), ("yes", "yes"), ("fox", "four")])
+def test_texts_without_marks_keep_an_answer_on_each_side(make_tokenizer, good, bad):
     tokenizer = make_tokenizer()
-    store, report = build(tokenizer, {"chosen": "a quick " + chosen, "rejected": "a quick " + rejected})
+    store, report = build(tokenizer, {"chosen": "a quick " + good, "rejected": "a quick " + bad})
     (first, trained), (second, also) = store.pair(0)
     shared = store.shared[0]
     assert trained.sum() == len(first) - shared > 0 and also.sum() == len(second) - shared > 0
     assert first[:shared].tolist() == second[:shared].tolist()
-    assert report.rows_equal == (chosen == rejected)
+    assert report.rows_equal == (good == bad)
 
 
 def test_sequences_end_with_the_answers_end_token_and_not_with_the_templates_newline(make_tokenizer):

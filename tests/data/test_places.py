@@ -1,35 +1,16 @@
 import gzip
 import json
-from types import SimpleNamespace
 
 import datasets
 import pytest
 
+from tests.data.rows import chosen, load, write_jsonl
 from trimtab.data.data_files import locations_of
 from trimtab.data.examples import build_sft_dataset
-from trimtab.data.sources import load_rows
 from trimtab.errors import UserError
 
 GOOD, BAD = {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}
-OPTIONS = SimpleNamespace(
-    input_key="input",
-    output_key=None,
-    input_template=None,
-    apply_chat_template=False,
-    multiturn=False,
-    pretrain_mode=False,
-    max_len=8,
-)
-
-
-def load(source, probabilities=None, split="train", max_samples=1000):
-    return load_rows(str(source), probabilities=probabilities, split=split, max_samples=max_samples, seed=0)
-
-
-def write(path, rows, blank_lines=0):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n" * blank_lines + "".join(json.dumps(row) + "\n" for row in rows))
-    return path
+OPTIONS = chosen(max_len=8)
 
 
 def complaint(rows, tokenizer):
@@ -39,8 +20,8 @@ def complaint(rows, tokenizer):
 
 
 def test_a_complaint_names_file_and_line_in_a_mixture_of_files(tmp_path, make_tokenizer):
-    first = write(tmp_path / "a.jsonl", [GOOD] * 5)
-    second = write(tmp_path / "b.jsonl", [GOOD] * 3 + [BAD], blank_lines=2)
+    first = write_jsonl(tmp_path / "a.jsonl", [GOOD] * 5)
+    second = write_jsonl(tmp_path / "b.jsonl", [GOOD] * 3 + [BAD], blank_lines=2)
     rows = load(f"{first},{second}")
     assert complaint(rows, make_tokenizer()).startswith(f"{second}, line 6: column 'completion' holds nothing")
 
@@ -59,29 +40,31 @@ def test_lines_are_right_in_every_kind_of_file(tmp_path):
 
 
 def test_slices_folders_and_first_rows_keep_their_places(tmp_path):
-    write(tmp_path / "d" / "a.jsonl", [{"text": f"a{i}"} for i in range(3)])
-    write(tmp_path / "d" / "b.jsonl", [{"text": f"b{i}"} for i in range(3)])
+    write_jsonl(tmp_path / "d" / "a.jsonl", [{"text": f"a{i}"} for i in range(3)])
+    write_jsonl(tmp_path / "d" / "b.jsonl", [{"text": f"b{i}"} for i in range(3)])
     rows = load(tmp_path / "d", split="train[2:5]", max_samples=2)
     assert list(rows["text"]) == ["a2", "b0"]
     assert locations_of(rows, "").names([1, 0]) == [f"{tmp_path}/d/b.jsonl, line 1", f"{tmp_path}/d/a.jsonl, line 3"]
 
 
 def test_interleaved_rows_are_found_in_their_own_files(tmp_path):
-    files = [write(tmp_path / f"{k}.jsonl", [{"text": f"{k}.jsonl, line {i}"} for i in range(1, 9)]) for k in "ab"]
+    files = [
+        write_jsonl(tmp_path / f"{k}.jsonl", [{"text": f"{k}.jsonl, line {i}"} for i in range(1, 9)]) for k in "ab"
+    ]
     rows = load(",".join(map(str, files)), "0.5,0.5")
     named = locations_of(rows, "").names(range(len(rows)))
     assert named == [f"{tmp_path}/{text}" for text in rows["text"]] and len({n[:-1] for n in named}) == 2
 
 
 def test_a_store_knows_the_row_of_every_sequence(tmp_path, make_tokenizer):
-    path = write(tmp_path / "a.jsonl", [GOOD, {**GOOD, "completion": ""}, {**GOOD, "prompt": "long " * 9}, GOOD])
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD, {**GOOD, "completion": ""}, {**GOOD, "prompt": "long " * 9}, GOOD])
     for _ in range(2):  # made, and from the cache
         store, _ = build_sft_dataset(load(path), make_tokenizer(), OPTIONS)
         assert store.rows.tolist() == [0, 3]
 
 
 def test_counts_name_the_rows_of_the_files(tmp_path, make_tokenizer):
-    path = write(tmp_path / "a.jsonl", [GOOD] * 5)
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD] * 5)
     for most, kept in ((2, 2), (1000, 10), (2, 2)):  # the last one comes from the cache
         _, report = build_sft_dataset(load(f"{path},{path}", max_samples=most), make_tokenizer(), OPTIONS)
         assert report.lines()[0].startswith(f"train data: {kept} of 10 rows")

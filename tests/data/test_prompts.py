@@ -1,44 +1,22 @@
-import json
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from datasets import Dataset
 
+from tests.data.rows import chosen, talk, write_jsonl
 from tests.data.templates import CHATML
 from trimtab.data import prompts
 from trimtab.data.prompts import PromptRenderer, PromptSettings, build_prompt_dataset, load_prompt_datasets
 from trimtab.errors import UserError
 
-DEFAULTS = dict(
-    input_key="input",
-    label_key=None,
-    input_template=None,
-    apply_chat_template=False,
-    prompt_max_len=512,
-    prompt_data_probs=None,
-    prompt_split="train",
-    eval_dataset=None,
-    eval_split="train",
-    max_samples=1000,
-    eval_max_samples=None,
-    seed=0,
-)
-
 
 def build(tokenizer, *rows, **changes):
-    options = SimpleNamespace(**{**DEFAULTS, **changes})
-    return build_prompt_dataset(Dataset.from_list(list(rows)), tokenizer, options)
+    return build_prompt_dataset(Dataset.from_list(list(rows)), tokenizer, chosen(**changes))
 
 
 def load(tokenizer, prompt_data, **changes):
-    return load_prompt_datasets(SimpleNamespace(**{**DEFAULTS, "prompt_data": str(prompt_data), **changes}), tokenizer)
-
-
-def write_jsonl(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return load_prompt_datasets(chosen(prompt_data=str(prompt_data), **changes), tokenizer)
 
 
 def test_a_plain_string_is_the_prompt_itself(make_tokenizer):
@@ -57,9 +35,7 @@ def test_an_input_template_goes_around_strings_and_its_other_braces_stay(make_to
     assert store.text(0) == "{x} User: a {} b\nAssistant:"
 
 
-@pytest.mark.parametrize(
-    "value", ["hello", [{"role": "user", "content": "hello"}], [{"from": "human", "value": "hello"}]]
-)
+@pytest.mark.parametrize("value", ["hello", talk("hello"), [{"from": "human", "value": "hello"}]])
 def test_strings_and_conversations_end_where_the_assistant_is_to_speak(make_tokenizer, value):
     tokenizer = make_tokenizer(CHATML)
     store, _ = build(tokenizer, {"input": value}, apply_chat_template=True, input_template="not used {}")
@@ -69,13 +45,12 @@ def test_strings_and_conversations_end_where_the_assistant_is_to_speak(make_toke
 
 
 def test_a_conversation_is_rendered_without_being_told(make_tokenizer):
-    turns = [("user", "hello"), ("assistant", "yes"), ("user", "four?")]
-    store, _ = build(make_tokenizer(CHATML), {"input": [{"role": role, "content": text} for role, text in turns]})
+    store, _ = build(make_tokenizer(CHATML), {"input": talk("hello", "yes", "four?")})
     assert store.text(0).endswith("yes<|im_end|>\n<|im_start|>user\nfour?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_a_conversation_that_already_has_its_answer_is_refused_with_its_row(make_tokenizer):
-    answered = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    answered = talk("q", "a")
     with pytest.raises(UserError, match=r"^row 2 of the train data: column 'input' ends with the assistant's turn"):
         build(make_tokenizer(CHATML), {"input": answered[:1]}, {"input": answered})
 
@@ -169,22 +144,18 @@ def test_a_prompt_that_is_not_there_is_an_index_error(make_tokenizer):
 
 
 def test_sources_are_the_rows_own_word_or_the_name_of_the_file(make_tokenizer, tmp_path):
-    one = write_jsonl(tmp_path / "one.jsonl", {"input": "a", "datasource": "maths"}, {"input": "b", "datasource": None})
-    two = write_jsonl(tmp_path / "two.jsonl", {"input": "c", "data_source": "logic"}, {"input": "d"})
+    one = write_jsonl(tmp_path / "one.jsonl", [{"input": "a", "datasource": "maths"}, {"input": "b"}])
+    two = write_jsonl(tmp_path / "two.jsonl", [{"input": "c", "data_source": "logic"}, {"input": "d"}])
     stores, _ = load(make_tokenizer(), f"{one},{two}")
     store = stores["train"]
-    assert {store.text(i): store.source(i) for i in range(4)} == {
-        "a": "maths",
-        "b": "one.jsonl",
-        "c": "logic",
-        "d": "two.jsonl",
-    }
+    found = {store.text(i): store.source(i) for i in range(4)}
+    assert found == {"a": "maths", "b": "one.jsonl", "c": "logic", "d": "two.jsonl"}
     assert store.columns(0) == {"datasource": "maths", "data_source": None}
 
 
 def test_evaluation_prompts_come_from_their_own_data_and_are_absent_without_them(make_tokenizer, tmp_path):
-    train = write_jsonl(tmp_path / "train.jsonl", {"input": "a"}, {"input": "b"})
-    held_out = write_jsonl(tmp_path / "held_out.jsonl", {"input": "c"})
+    train = write_jsonl(tmp_path / "train.jsonl", [{"input": "a"}, {"input": "b"}])
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"input": "c"}])
     stores, reports = load(make_tokenizer(), train, eval_dataset=str(held_out))
     assert stores["evaluation"].text(0) == "c" and stores["evaluation"].source(0) == "held_out.jsonl"
     assert reports["evaluation"].lines()[0].startswith("evaluation data: 1 of 1 prompts")
@@ -192,8 +163,8 @@ def test_evaluation_prompts_come_from_their_own_data_and_are_absent_without_them
 
 
 def test_mixtures_splits_and_limits_are_those_of_the_options(make_tokenizer, tmp_path):
-    one = write_jsonl(tmp_path / "one.jsonl", *({"input": f"one {n}"} for n in range(200)))
-    two = write_jsonl(tmp_path / "two.jsonl", *({"input": f"two {n}"} for n in range(200)))
+    one = write_jsonl(tmp_path / "one.jsonl", ({"input": f"one {n}"} for n in range(200)))
+    two = write_jsonl(tmp_path / "two.jsonl", ({"input": f"two {n}"} for n in range(200)))
     tokenizer = make_tokenizer()
     stores, _ = load(tokenizer, f"{one},{two}", prompt_data_probs="0.9,0.1", max_samples=100)
     sources = [stores["train"].source(i) for i in range(len(stores["train"]))]
@@ -231,7 +202,7 @@ def test_the_fingerprint_follows_prompts_labels_and_columns_and_not_the_files_na
     changed = [row, {**row, "input": "fox"}, {**row, "gold": "5"}, {**row, "level": 2}]
     stores = [build(tokenizer, one, label_key="gold")[0] for one in changed]
     assert len({store.fingerprint for store in stores}) == 4
-    files = [write_jsonl(tmp_path / name, row) for name in ("one.jsonl", "two.jsonl")]
+    files = [write_jsonl(tmp_path / name, [row]) for name in ("one.jsonl", "two.jsonl")]
     assert len({load(tokenizer, file)[0]["train"].fingerprint for file in files}) == 1
 
 
@@ -252,9 +223,8 @@ def test_a_slow_tokenizer_gives_prompts_too(make_tokenizer, monkeypatch):
 
 
 def test_the_limit_of_training_rows_leaves_evaluation_alone(tmp_path, make_tokenizer):
-    train, test = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    for path in (train, test):
-        write_jsonl(path, *({"input": str(number)} for number in range(9)))
+    rows = [{"input": str(number)} for number in range(9)]
+    train, test = (write_jsonl(tmp_path / name, rows) for name in ("a.jsonl", "b.jsonl"))
     stores, reports = load(make_tokenizer(), train, eval_dataset=str(test), max_samples=4)
     assert (len(stores["train"]), len(stores["evaluation"])) == (4, 9)
     assert reports["train"].lines()[0].startswith("train data: 4 of 9 prompts")
@@ -265,9 +235,8 @@ def test_the_limit_of_training_rows_leaves_evaluation_alone(tmp_path, make_token
 
 
 def test_text_prompts_that_pass_by_a_chat_template_are_told(tmp_path, make_tokenizer):
-    texts, talks = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    write_jsonl(texts, {"input": "hello"})
-    write_jsonl(talks, {"input": [{"role": "user", "content": "hello"}]})
+    texts = write_jsonl(tmp_path / "a.jsonl", [{"input": "hello"}])
+    talks = write_jsonl(tmp_path / "b.jsonl", [{"input": talk("hello")}])
 
     def told(path, template=CHATML, **changes):
         return "--apply_chat_template" in "".join(load(make_tokenizer(template), path, **changes)[1]["train"].lines())

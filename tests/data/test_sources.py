@@ -1,26 +1,16 @@
 import gzip
 import json
-from types import SimpleNamespace
 
 import datasets
 import pytest
 
-from trimtab.data.sources import load_evaluation_rows, load_rows
+from tests.data.rows import chosen, load, write_jsonl
+from trimtab.data.sources import load_evaluation_rows
 from trimtab.errors import UserError
-
-
-def write_jsonl(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def numbered(start, count):
     return [{"text": str(number)} for number in range(start, start + count)]
-
-
-def load(source, probabilities=None, split="train", max_samples=1000, seed=0, **more):
-    return load_rows(str(source), probabilities=probabilities, split=split, max_samples=max_samples, seed=seed, **more)
 
 
 def texts(rows):
@@ -28,15 +18,7 @@ def texts(rows):
 
 
 def evaluation(dataset, **changes):
-    options = dict(
-        dataset=str(dataset),
-        dataset_split="train",
-        eval_dataset=None,
-        eval_split="train",
-        eval_max_samples=None,
-        seed=0,
-    )
-    return load_evaluation_rows(SimpleNamespace(**{**options, **changes}))
+    return load_evaluation_rows(chosen(dataset=str(dataset), **changes))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "arrow", "jsonl.gz", "json.gz"])
@@ -316,5 +298,4 @@ def test_loading_prints_nothing(tmp_path, capfd):
 
 def test_a_lone_file_is_its_own_test_split(tmp_path):
     write_jsonl(tmp_path / "heldout.jsonl", numbered(0, 3))
-    rows = load_rows(str(tmp_path / "heldout.jsonl"), probabilities=None, split="test", max_samples=9, seed=0)
-    assert len(rows) == 3
+    assert len(load(tmp_path / "heldout.jsonl", split="test")) == 3

@@ -1,17 +1,16 @@
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from datasets import Dataset
 
+from tests.data.rows import chosen
 from trimtab.data.examples import StepRenderer, build_step_dataset
 from trimtab.data.formats import reward_token_ids
 from trimtab.errors import UserError
 
 
 def build(tokenizer, *rows, **changes):
-    defaults = dict(input_key="input", label_key="label", placeholder_token="#", reward_tokens=["+", "-"], max_len=512)
-    return build_step_dataset(Dataset.from_list(list(rows)), tokenizer, SimpleNamespace(**{**defaults, **changes}))
+    options = chosen(**{"label_key": "label", "placeholder_token": "#", "reward_tokens": ["+", "-"], **changes})
+    return build_step_dataset(Dataset.from_list(list(rows)), tokenizer, options)
 
 
 def targets(store, index=0):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from tests.data.rows import chosen, talk
 from tests.data.templates import CHATML, GENERATION
 from trimtab.data import dataset, rendering
 from trimtab.data.examples import TokenDataset, build_sft_dataset, tokenize_renderings
@@ -13,16 +14,7 @@ from trimtab.errors import UserError
 
 
 def options(**changes):
-    defaults = dict(
-        input_key="input",
-        output_key=None,
-        input_template="User: {}\nAssistant: ",
-        apply_chat_template=False,
-        multiturn=False,
-        pretrain_mode=False,
-        max_len=512,
-    )
-    return SimpleNamespace(**{**defaults, **changes})
+    return chosen(**{"input_template": "User: {}\nAssistant: ", **changes})
 
 
 def pairs(*rows):
@@ -50,10 +42,8 @@ def test_a_keyed_pair_is_templated_and_only_the_response_is_trained(make_tokeniz
 def test_a_recognised_pair_is_literal_and_text_is_trained_but_for_its_first_token(make_tokenizer):
     tokenizer = make_tokenizer()
     rows = Dataset.from_list([{"prompt": "The fox", "completion": " answers"}])
-    assert decoded(build_sft_dataset(rows, tokenizer, options())[0], tokenizer) == (
-        "The fox answers</s>",
-        " answers</s>",
-    )
+    store, _ = build_sft_dataset(rows, tokenizer, options())
+    assert decoded(store, tokenizer) == ("The fox answers</s>", " answers</s>")
     own = build_sft_dataset(rows, tokenizer, options(input_template="Q: {} A:"))[0]
     assert decoded(own, tokenizer)[0] == "Q: The fox A: answers</s>"
     store, _ = build_sft_dataset(Dataset.from_list([{"text": "hello there"}]), tokenizer, options())
@@ -71,7 +61,7 @@ def test_apply_chat_template_makes_turns_of_strings(make_tokenizer):
 
 def test_pretrain_mode_trains_rendered_conversations_and_text_without_template(make_tokenizer):
     tokenizer = make_tokenizer(CHATML)
-    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}])
+    rows = Dataset.from_list([{"messages": talk("q", "a")}])
     store, _ = build_sft_dataset(rows, tokenizer, options(pretrain_mode=True))
     assert store.trained[1:].all()
     store, _ = build_sft_dataset(pairs(("one", "two")), tokenizer, options(input_key="q", pretrain_mode=True))
@@ -80,8 +70,7 @@ def test_pretrain_mode_trains_rendered_conversations_and_text_without_template(m
 
 def test_masks_equal_the_tokenizers_own_for_a_template_with_generation_blocks(make_tokenizer):
     tokenizer = make_tokenizer(GENERATION)
-    turns = [("user", "hello there"), ("assistant", "yes, it is"), ("user", "quick?"), ("assistant", "brown fox")]
-    messages = [{"role": role, "content": content} for role, content in turns]
+    messages = talk("hello there", "yes, it is", "quick?", "brown fox")
     store, _ = build_sft_dataset(Dataset.from_list([{"messages": messages}]), tokenizer, options(multiturn=True))
     theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     assert store.ids.tolist() == theirs["input_ids"]

@@ -2,7 +2,12 @@
 
 import json
 import math
+import random
+import re
 from html.parser import HTMLParser
+from pathlib import Path
+
+from trimtab.report.page import write_report
 
 VOID = {"meta", "br", "hr", "img", "input", "link", "line", "path", "rect"}
 
@@ -33,73 +38,74 @@ class Checked(HTMLParser):
         assert self.open.pop() == tag
 
 
+def checked(page: str) -> str:
+    """The page, which is whole, fetches nothing, runs nothing and has numbers for coordinates; with plain spaces."""
+    assert not Checked(page).tags & {"script", "link", "iframe", "object", "img"}
+    assert not re.search(r'="[^"]*\b(nan|inf)\b', page), "a coordinate is not a number"
+    return page.replace("\u00a0", " ")
+
+
+def page_of(folder: Path) -> str:
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    return checked(path.read_text())
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def change_manifest(folder: Path, **changes) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def scribble(source: Path, target: Path, dice: random.Random) -> None:
+    """Copy what a run's page is made of, cut or written over at random places."""
+    for name in ("metrics.jsonl", "options.yaml", "manifest.json", "rewards.json", "rollouts.jsonl"):
+        if (source / name).exists():
+            content = bytearray((source / name).read_bytes())
+            for _ in range(dice.randint(0, 6)):
+                place, written = (
+                    dice.randrange(len(content)),
+                    [b"", b"\x00", b"1e999", b'"', b"[", b"-", b"NaN", b"9" * 30],
+                )
+                content[place : place + dice.randint(0, 9)] = dice.choice(written)
+            (target / name).write_bytes(content[: dice.choice([len(content), dice.randrange(len(content))])])
+
+
 def step_row(step: int, **changes) -> dict:
-    row = {
-        "step": step,
-        "epoch": step / 40,
-        "loss": 3.0 * math.exp(-step / 10) + 0.1,
-        "learning_rate": 1e-3 / step,
-        "grad_norm": 1.0 + 1 / step,
-        "samples": 8,
-        "tokens": 100,
-        "trained_tokens": 40,
-        "tokens_per_second": 1000.0,
-        "seconds": 0.1,
-        "memory_gib": 0.5,
-        "skipped_steps": 0,
-    }
+    row = {"step": step, "epoch": step / 40, "loss": 3.0 * math.exp(-step / 10) + 0.1, "learning_rate": 1e-3 / step}
+    row |= {"grad_norm": 1.0 + 1 / step, "samples": 8, "tokens": 100, "trained_tokens": 40, "seconds": 0.1}
+    row |= {"tokens_per_second": 1000.0, "memory_gib": 0.5, "skipped_steps": 0}
     return row | changes
 
 
 def write_metrics(folder, rows) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "metrics.jsonl", rows)
 
 
 def rl_row(step: int, steps: int, evaluated: bool, critic: bool) -> dict:
     """An iteration of RL on the way from one success in four to nearly all."""
     done = step / steps
     seconds = {"rollout": 2.0 - done, "scoring": 0.2, "update": 1.0} | ({"evaluation": 1.5} if evaluated else {})
-    row = {
-        "step": step,
-        "epoch": done,
-        "reward": 0.25 + 0.7 * done,
-        "reward_std": 0.4 - 0.2 * done,
-        "score": 0.25 + 0.7 * done,
-        "return": 0.0,
-        "equal_groups": 0.1 + 0.5 * done,
-        "length": 6.0 - done,
-        "length_max": 8,
-        "truncated": 0.02,
-        "kl": 0.02 * done,
-        "kl_answer": 0.1 * done,
-        "kl_coefficient": 0.001,
-        "sampled_entropy": 1.2 - 0.8 * done,
-        "policy_loss": 0.01 * (-1) ** step,
-        "clip_fraction": 0.01 * done,
-        "policy_kl": 1e-4,
-        "log_prob_gap": 1e-6,
-        "log_prob_ratio": 1.0,
-        "kl_loss": 0.02 * done,
-        "loss": 0.011 * (-1) ** step,
-        "learning_rate": 1e-4,
-        "grad_norm": 0.5,
-        "reward/right": 0.2 + 0.7 * done,
-        "reward_histogram": [0.0, 1.0, 64 - step, 0, 0, step],
-        "length_histogram": [5.0, 8.0, 60, 2, 2],
-        "prompt_scores": [[step % 5, done], [7, 0.0], [8, 1.0]],
-        "reward/format": 0.05,
-        "skipped_steps": 0,
-        "alarms": [],
-        "samples": 64,
-        "tokens": 384,
-        "prompt_tokens": 80,
-        "seconds": sum(seconds.values()),
-        **{f"seconds_{phase}": spent for phase, spent in seconds.items()},
-        "tokens_per_second": 384 / sum(seconds.values()),
-        "rollout_tokens_per_second": 384 / seconds["rollout"],
-        "update_tokens_per_second": 384.0,
-        "memory_gib": 0.5,
-    }
+    row = {"step": step, "epoch": done, "reward": 0.25 + 0.7 * done, "reward_std": 0.4 - 0.2 * done}
+    row |= {"score": 0.25 + 0.7 * done, "return": 0.0, "equal_groups": 0.1 + 0.5 * done}
+    row |= {"length": 6.0 - done, "length_max": 8, "truncated": 0.02, "kl": 0.02 * done, "kl_answer": 0.1 * done}
+    row |= {"kl_coefficient": 0.001, "sampled_entropy": 1.2 - 0.8 * done, "policy_loss": 0.01 * (-1) ** step}
+    row |= {"clip_fraction": 0.01 * done, "policy_kl": 1e-4, "log_prob_gap": 1e-6, "log_prob_ratio": 1.0}
+    row |= {"kl_loss": 0.02 * done, "loss": 0.011 * (-1) ** step, "learning_rate": 1e-4, "grad_norm": 0.5}
+    row |= {"reward/right": 0.2 + 0.7 * done, "reward_histogram": [0.0, 1.0, 64 - step, 0, 0, step]}
+    row |= {"length_histogram": [5.0, 8.0, 60, 2, 2], "prompt_scores": [[step % 5, done], [7, 0.0], [8, 1.0]]}
+    row |= {"reward/format": 0.05, "skipped_steps": 0, "alarms": [], "samples": 64, "tokens": 384}
+    row |= {"prompt_tokens": 80, "seconds": sum(seconds.values())}
+    row |= {f"seconds_{phase}": spent for phase, spent in seconds.items()}
+    row |= {"tokens_per_second": 384 / row["seconds"], "rollout_tokens_per_second": 384 / seconds["rollout"]}
+    row |= {"update_tokens_per_second": 384.0, "memory_gib": 0.5}
     if critic:
         row |= {"explained_variance": done - 0.1, "critic_loss": 0.3 - 0.2 * done, "critic_clip_fraction": 0.02}
         row |= {"critic_grad_norm": 0.7, "critic_learning_rate": 1e-3}
@@ -127,11 +133,10 @@ def write_rl_run(folder, job: str = "grpo", steps: int = 40, **options):
         for step in range(1, steps + 1)
         for kind in range(4)
     ]
-    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    counts = manifest["data"].pop("evaluation")
-    manifest |= {"steps": steps, "reward": "the file reward.py", "data": {"train": counts, "evaluation": counts}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_lines(folder / "rollouts.jsonl", rollouts)
+    counts = json.loads((folder / "manifest.json").read_text())["data"]["evaluation"]
+    data = {"train": counts, "evaluation": counts}
+    change_manifest(folder, steps=steps, reward="the file reward.py", data=data)
     return folder
 
 
@@ -139,7 +144,7 @@ def write_async_run(folder, steps: int = 40, engines: int = 2, **options):
     """The same of a run whose engines write while its trainer learns: an iteration takes four seconds, of which the
     trainer waits for one and learns for two and a half."""
     write_rl_run(folder, steps=steps, async_train=True, async_queue_size=1, async_staleness=4, **options)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(folder / "metrics.jsonl")
     for row in rows[1:]:
         odd = (-1) ** row["step"]
         row |= {"age": 1.1 + 0.2 * odd, "age_max": 1 + row["step"] % 4, "waiting": 0.25 + 0.05 * odd}
@@ -155,14 +160,14 @@ def write_async_run(folder, steps: int = 40, engines: int = 2, **options):
         lanes += [("rewards 0", "judging", 0.5, 0.75), ("rewards 0", "judging", 2.0, 2.5)]
         line += [(lane, what, start + begin, start + end, step) for lane, what, begin, end in lanes]
     names = ("lane", "what", "begin", "end", "iteration")
-    (folder / "time_line.jsonl").write_text("".join(json.dumps(dict(zip(names, row))) + "\n" for row in line))
+    write_lines(folder / "time_line.jsonl", [dict(zip(names, row)) for row in line])
     return folder
 
 
 def write_episode_run(folder, steps: int = 40, **options):
     """The same of a run whose answers are episodes of an environment with a tool."""
     write_rl_run(folder, steps=steps, environment="trimtab:guess", max_turns=4, generate_max_len=7, **options)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(folder / "metrics.jsonl")
     for row in rows[1:]:
         done = row["step"] / steps
         row |= {"turns": 3 - done, "episode_length": 20 - 5 * done, "failed_episodes": 0.0, "branches": 1.0}
@@ -170,7 +175,7 @@ def write_episode_run(folder, steps: int = 40, **options):
         row |= {"finish/stop": 0.8 + 0.2 * done, "finish/turns": 0.2 - 0.2 * done}
         row |= {"seconds_environment": 0.01, "seconds_environment_95": 0.05}
     write_metrics(folder, rows)
-    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    rollouts = read_lines(folder / "rollouts.jsonl")
     for row in rollouts:
         won = row["reward"] > 0.5
         row |= {"prompt": "Find my number from 1 to 7 in 3 guesses.", "turns": episode_turns(won)}
@@ -178,7 +183,7 @@ def write_episode_run(folder, steps: int = 40, **options):
             "environment": {"tool_calls": 1, "guesses": 2, "tool_failures": 0, "begun": 1, "turns": 3},
             "finish": "stop" if won else "turns",
         }
-    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
+    write_lines(folder / "rollouts.jsonl", rollouts)
     return folder
 
 

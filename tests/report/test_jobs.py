@@ -5,18 +5,11 @@ import random
 
 import pytest
 
-from tests.report.pages import FIGURES, Checked, write_run
+from tests.report.pages import FIGURES, checked, page_of, scribble, write_run
 from trimtab.report.charts import OBJECTIVES
 from trimtab.report.comparison import write_comparison
-from trimtab.report.page import write_report
 from trimtab.report.run_data import read_run
 from trimtab.report.summary import chosen_options, differing_options
-
-
-def page_of(folder) -> str:
-    page = write_report(folder).read_text()
-    Checked(page)
-    return page.replace("\u00a0", " ")
 
 
 @pytest.mark.parametrize("job", FIGURES)
@@ -111,15 +104,6 @@ def test_files_cut_or_scribbled_over_at_any_place_still_give_a_page(job, tmp_pat
     folder = write_run(tmp_path / "run", job)
     other = write_run(tmp_path / "other", job)
     for _ in range(4):
-        for name in ("metrics.jsonl", "options.yaml", "manifest.json", "rewards.json"):
-            if not (other / name).exists():
-                continue
-            content = bytearray((other / name).read_bytes())
-            for _ in range(dice.randint(0, 4)):
-                place = dice.randrange(len(content))
-                content[place : place + dice.randint(0, 9)] = dice.choice(
-                    [b"", b"\x00", b"1e999", b'"', b"[", b"-", b"NaN"]
-                )
-            (folder / name).write_bytes(content[: dice.choice([len(content), dice.randrange(len(content))])])
+        scribble(other, folder, dice)
         page_of(folder)
-        Checked(write_comparison([folder, other]).read_text())
+        checked(write_comparison([folder, other]).read_text())

@@ -12,7 +12,6 @@ import pytest
 
 from tests.report.live_runs import EVIL, add_answer, add_row, events, rl_run, served, write_answers
 from tests.report.pages import Checked, write_episode_run, write_run
-from trimtab.cli.main import main
 from trimtab.report.assets import LIVE_STYLE, SCRIPT
 from trimtab.report.live_page import LiveIndex, LiveRun, index_page, run_page, tokens
 from trimtab.report.rollouts import answers
@@ -195,11 +194,8 @@ def test_answers_of_an_iteration_and_their_tokens_are_there_on_demand(tmp_path):
         assert "Answers of iteration 2" in client.get("/run/1").text
         assert "123 1.0" in client.get("/run/1/answers/1").text
         assert '<span class="drawn p0' in client.get("/run/1/tokens/1/2").text
-        assert [client.get(f"/run/{path}").status_code for path in ("1/tokens/9/9", "3", "2/answers/1")] == [
-            404,
-            404,
-            200,
-        ]
+        for path, code in (("1/tokens/9/9", 404), ("3", 404), ("2/answers/1", 200)):
+            assert client.get(f"/run/{path}").status_code == code
         assert "href='/run/2'" in client.get("/").text
     with served(tmp_path / "a") as client:
         assert client.get("/").headers["location"] == "/run/1"
@@ -264,16 +260,13 @@ def test_the_command_says_where_it_is_and_ends_with_a_listener_at_ctrl_c(tmp_pat
         assert process.stderr.read() == ""
 
 
-def test_a_port_that_is_taken_is_one_line(served_run, tmp_path, capsys):
-    folder = rl_run(tmp_path)
-    assert main(["watch", "--page", str(folder), "--port", str(served_run.base_url.port)]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and f"--port {served_run.base_url.port}" in told
+def test_a_port_that_is_taken_is_one_line(served_run, tmp_path, trimtab):
+    taken = f"--port {served_run.base_url.port}"
+    assert taken in trimtab(f"watch --page {rl_run(tmp_path)} {taken}").mistake
 
 
-def test_without_the_servers_packages_the_way_to_them_is_one_line(tmp_path, capsys, monkeypatch):
+def test_without_the_servers_packages_the_way_to_them_is_one_line(tmp_path, trimtab, monkeypatch):
     for name in [name for name in sys.modules if name.startswith(("trimtab.report.live_page", "trimtab.server"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["watch", "--page", str(rl_run(tmp_path))]) == 2
-    assert "pip install 'trimtab[serve]'" in capsys.readouterr().err
+    assert "pip install 'trimtab[serve]'" in trimtab(f"watch --page {rl_run(tmp_path)}").mistake

@@ -89,12 +89,11 @@ def test_cvar_and_attack_success_are_read_at_any_level_and_threshold(place):
             assert point.y.value == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("words", [["curves"], ["frontier", "--x", "kl"], ["frontier", "--y", "cvar", "--x", "reward"]])
+@pytest.mark.parametrize("words", ["curves", "frontier --x kl", "frontier --y cvar --x reward"])
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_the_command_draws_a_picture_and_says_where(place, words, ending, capsys):
+def test_the_command_draws_a_picture_and_says_where(place, words, ending, trimtab):
     output = place / "made" / f"picture.{ending}"
-    assert main(["plot", *words, str(place / "figure.yaml"), "--output", str(output)]) == 0
-    assert capsys.readouterr().out.strip() == str(output)
+    assert trimtab(f"plot {words} {place}/figure.yaml --output {output}").out.strip() == str(output)
     start = {"png": b"\x89PNG", "svg": b"<?xml"}[ending]
     assert output.read_bytes().startswith(start) and output.stat().st_size > 5000
 
@@ -169,27 +168,24 @@ def test_a_wrong_manifest_is_one_line(place, changes, complaint):
     assert "\n" not in str(error.value) and "changed.json" in str(error.value)
 
 
-def test_a_missing_run_threshold_or_level_is_told_and_never_left_out(place, capsys):
-    missing = manifest_with(place, methods=[{"label": "a", "run": "a_s{seed}", "seeds": [1, 3]}])
-    for words, complaint in (
-        (["frontier"], "info_eval_a_s3: no such file"),
-        (["frontier", "--y", "gcg"], "info_eval_a_s3: no such file"),
-        (["curves"], "analyticlogprob_rewsample_a_s3: no such file"),
-    ):
-        assert main(["plot", *words, str(missing)]) == 2
-        err = capsys.readouterr().err
-        assert complaint in err and err.count("\n") == 1
-    for name, words in (("threshold", ["--y", "bad"]), ("level", ["--y", "cvar"])):
-        content = yaml.safe_load((place / "figure.yaml").read_text())
-        del content[name]
-        (place / "less.yaml").write_text(yaml.safe_dump(content))
-        assert main(["plot", "frontier", str(place / "less.yaml"), *words]) == 2
-        assert f"needs --{name}" in capsys.readouterr().err
-    for words, complaint in (
-        (["--output", "a.png"], "a page is HTML"),
-        (["--level", "2"], "level is 2; it is a share"),
-    ):
-        assert main(["plot", "page", str(place / "figure.yaml"), *words]) == 2
-        assert complaint in capsys.readouterr().err
-    assert main(["plot", "frontier", str(place / "figure.yaml"), "--output", str(place / "a.gif")]) == 2
-    assert ".png, .svg, .pdf" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "words, complaint",
+    [
+        ("frontier {}/missing.json", "info_eval_a_s3: no such file"),
+        ("frontier --y gcg {}/missing.json", "info_eval_a_s3: no such file"),
+        ("curves {}/missing.json", "analyticlogprob_rewsample_a_s3: no such file"),
+        ("frontier {}/less.yaml --y bad", "needs --threshold"),
+        ("frontier {}/less.yaml --y cvar", "needs --level"),
+        ("page {}/figure.yaml --output a.png", "a page is HTML"),
+        ("page {}/figure.yaml --level 2", "level is 2; it is a share"),
+        ("frontier {0}/figure.yaml --output {0}/a.gif", ".png, .svg, .pdf"),
+    ],
+)
+def test_a_missing_run_threshold_or_level_is_told_and_never_left_out(place, trimtab, words, complaint):
+    methods = [{"label": "a", "run": "a_s{seed}", "seeds": [1, 3]}]
+    manifest_with(place, methods=methods).rename(place / "missing.json")
+    content = yaml.safe_load((place / "figure.yaml").read_text())
+    (place / "less.yaml").write_text(
+        yaml.safe_dump({k: v for k, v in content.items() if k not in ("threshold", "level")})
+    )
+    assert complaint in trimtab(f"plot {words.format(place)}").mistake

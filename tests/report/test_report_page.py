@@ -1,13 +1,10 @@
 """The page from whole, odd and broken runs. Whatever is on disk, there is a report, and nothing in it is executed."""
 
 import json
-import re
 
 import pytest
 
-from tests.report.pages import Checked, step_row, write_metrics
-from trimtab.cli import main as trimtab_main
-from trimtab.report.page import write_report
+from tests.report.pages import Checked, page_of, step_row, write_metrics
 
 
 @pytest.fixture
@@ -18,14 +15,9 @@ def run(tmp_path):
     rows = [step_row(step) | ({"eval_loss": 3 / step} if step % 10 == 0 else {}) for step in range(1, 41)]
     write_metrics(folder, rows)
     (folder / "options.yaml").write_text("pretrain: some/model\ndataset: data/rows.jsonl\nlearning_rate: 1.0e-3\n")
-    manifest = {
-        "versions": {"torch": "2.13.0"},
-        "steps": 40,
-        "trainable": [f"layer.{index}" for index in range(100)],
-        "device": "cpu",
-        "dtype": "float32",
-        "data": {"rows_read": 400, "rows_kept": 390, "rows_truncated": 3, "evaluation": {"rows_read": 7}},
-    }
+    manifest = {"versions": {"torch": "2.13.0"}, "steps": 40, "device": "cpu", "dtype": "float32"}
+    manifest |= {"trainable": [f"layer.{index}" for index in range(100)]}
+    manifest |= {"data": {"rows_read": 400, "rows_kept": 390, "rows_truncated": 3, "evaluation": {"rows_read": 7}}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     samples = [{"prompt": "sort 21>", "before": "zz", "after": "12", "reference": "12"}]
     (folder / "samples.json").write_text(json.dumps(samples))
@@ -33,24 +25,12 @@ def run(tmp_path):
     return folder
 
 
-def page_of(folder) -> str:
-    path = write_report(folder)
-    assert path == folder / "report.html"
-    page = path.read_text()
-    Checked(page)
-    assert not re.search(r'="[^"]*\b(nan|inf)\b', page), "a coordinate is not a number"
-    return page
-
-
 def test_a_healthy_run_shows_its_figures_and_nothing_unusual(run):
     page = page_of(run)
     assert "some/model" in page and "390 rows of data/rows.jsonl" in page
     assert "Nothing unusual" in page
-    assert (
-        "versions · torch" in page
-        and "<td>rows read</td><td>400</td><td>7</td>" in page
-        and "layer.3 and 96 more" in page
-    )
+    assert "versions · torch" in page and "layer.3 and 96 more" in page
+    assert "<td>rows read</td><td>400</td><td>7</td>" in page
     assert page.count("<figure") == 5 and "Not recorded" not in page
     assert ">4.0 s<" in page and ">4,000<" in page, "seconds and tokens add up over the steps"
     assert ">0.164<" in page, "final loss is the mean over the last tenth of the steps"
@@ -60,7 +40,6 @@ def test_a_healthy_run_shows_its_figures_and_nothing_unusual(run):
 
 def test_the_page_is_self_contained_and_runs_no_script(run):
     page = Checked(page_of(run))
-    assert not page.tags & {"script", "link", "iframe", "object", "img"}
     assert not [name for name, value in page.attributes if name in ("src", "href") or name.startswith("on")]
     assert "url(" not in (run / "report.html").read_text() and "@import" not in (run / "report.html").read_text()
 
@@ -71,7 +50,7 @@ def test_markup_from_any_file_is_text(run):
     (run / "options.yaml").write_text(json.dumps({"pretrain": evil, "dataset": evil, evil: evil}))
     manifest = {"device": evil, "job": evil, evil: {evil: evil}, "data": {evil: evil, "rows_kept": evil}}
     (run / "manifest.json").write_text(json.dumps(manifest))
-    assert "script" not in Checked(page_of(run)).tags
+    page_of(run)  # which fails on a script
 
 
 def test_a_cut_last_line_is_left_out_and_named(run):
@@ -147,16 +126,11 @@ def test_a_long_run_stays_a_small_page(run):
     assert len(page_of(run)) < 400_000
 
 
-def test_command_prints_the_path(run, capsys):
-    assert trimtab_main.main(["report", str(run)]) == 0
-    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+def test_command_prints_the_path(run, trimtab):
+    assert trimtab(f"report {run}").out == f"{run / 'report.html'}\n"
 
 
-@pytest.mark.parametrize(
-    "words", [["report"], ["report", "here/is/nothing"], ["report", "."], ["report", "--folder", "x"]]
-)
-def test_a_mistake_is_one_line_and_exit_code_2(words, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("words", ["", "here/is/nothing", ".", "--folder x"])
+def test_a_mistake_is_one_line_and_exit_code_2(words, trimtab, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert trimtab_main.main(words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("trimtab report: error: ") and error.count("\n") == 1
+    assert trimtab(f"report {words}").mistake

@@ -6,12 +6,11 @@ import re
 
 import pytest
 
-from tests.report.pages import Checked, rl_evaluation, rl_row, write_metrics, write_rl_run, write_run
-from trimtab.cli.main import main
+from tests.report import pages
+from tests.report.pages import checked, page_of, rl_evaluation, rl_row, write_lines, write_metrics, write_rl_run
 from trimtab.config import jobs
 from trimtab.report.charts import objective_panels
 from trimtab.report.comparison import comparability, write_comparison
-from trimtab.report.page import write_report
 from trimtab.report.rollouts import best_and_worst, edges_of
 from trimtab.report.run_data import RL_JOBS, read_run
 from trimtab.report.summary import job_name
@@ -20,13 +19,6 @@ from trimtab.report.summary import job_name
 def test_every_rl_job_has_the_page_of_one():
     found = [kind for kind in vars(jobs).values() if isinstance(kind, type) and issubclass(kind, jobs.RLOptions)]
     assert {kind.verb for kind in found if hasattr(kind, "verb")} == set(RL_JOBS)
-
-
-def page_of(folder) -> str:
-    page = write_report(folder).read_text()
-    assert not Checked(page).tags & {"script", "link", "iframe", "object", "img"}
-    assert not re.search(r'="[^"]*\b(nan|inf)\b', page), "a coordinate is not a number"
-    return page.replace("\u00a0", " ")
 
 
 def figure_of(page: str, title: str) -> str:
@@ -124,7 +116,7 @@ def test_best_and_worst_answers_of_the_first_and_last_iteration_stand_side_by_si
         for step in (1, 2, 40)
         for reward in (0.5, 1.0, -1.0, 0.0)
     ]
-    (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(run / "rollouts.jsonl", rows)
     page = page_of(run)
     shown = page.split("Best and worst answers")[1].split("<h2>")[0]
     assert "prompt 2 " not in shown
@@ -264,8 +256,7 @@ def test_an_adaptive_weight_of_the_kl_has_a_picture_and_a_fixed_one_has_none(run
 
 def test_runs_are_compared_by_success_and_not_by_loss(run, tmp_path):
     other = write_rl_run(tmp_path / "other", "ppo", steps=20)
-    page = write_comparison([run, other]).read_text().replace("\u00a0", " ")
-    Checked(page)
+    page = checked(write_comparison([run, other]).read_text())
     assert "<td>held-out success, one answer</td><td>94 %</td><td>94 %</td>" in page
     assert "<td>iterations</td><td>40</td><td>20</td>" in page and "<td>loss</td>" not in page
     assert "<b>Rollout tokens a second</b>" in page and "<b>Explained variance</b>" in page
@@ -278,10 +269,9 @@ def test_what_cannot_be_compared_is_said(run, tmp_path):
     assert list(comparability([read_run(run), other])) == [], "presets of one job are comparable"
     other.manifest["reward"] = "another"
     assert "different rewards" in next(comparability([read_run(run), other]))
-    supervised = write_run(tmp_path / "sft")
+    supervised = pages.write_run(tmp_path / "sft")
     assert "different jobs" in next(comparability([read_run(run), read_run(supervised)]))
-    page = write_comparison([supervised, run]).read_text()
-    Checked(page)
+    page = checked(write_comparison([supervised, run]).read_text())
     assert "<b>Loss</b>" in page and "<b>Reward</b>" in page
 
 
@@ -289,16 +279,9 @@ def test_files_cut_or_scribbled_over_at_any_place_still_give_a_page(run, tmp_pat
     dice = random.Random(6)
     other = write_rl_run(tmp_path / "other", "ppo", generate_max_len=10)
     for _ in range(8):
-        for name in ("metrics.jsonl", "options.yaml", "manifest.json", "rollouts.jsonl"):
-            content = bytearray((other / name).read_bytes())
-            for _ in range(dice.randint(0, 6)):
-                place = dice.randrange(len(content))
-                content[place : place + dice.randint(0, 9)] = dice.choice(
-                    [b"", b"\x00", b"1e999", b'"', b"[", b"-", b"NaN", b"9" * 30]
-                )
-            (run / name).write_bytes(content[: dice.choice([len(content), dice.randrange(len(content))])])
+        pages.scribble(other, run, dice)
         page_of(run)
-        Checked(write_comparison([run, other]).read_text())
+        checked(write_comparison([run, other]).read_text())
 
 
 def test_a_replayed_run_does_not_take_the_recording_s_rewards_for_its_own(tmp_path):
@@ -311,17 +294,15 @@ def test_a_replayed_run_does_not_take_the_recording_s_rewards_for_its_own(tmp_pa
 
 def test_a_run_whose_teacher_is_its_only_reward_tells_of_the_teacher(tmp_path):
     run = write_rl_run(tmp_path / "run", job="reinforce", teacher_model="a/teacher")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    taught = [row | {"reward": 0.0, "teacher_kl": 1.0 / row["step"]} for row in rows if row["step"]]
-    write_metrics(run, taught)
+    change(run, lambda row: row.update(reward=0.0, teacher_kl=1.0 / row["step"]))
     page = page_of(run)
     assert "KL to the teacher fell from" in page and "mean reward stayed" not in page
 
 
-def test_files_among_the_runs_are_passed_over(tmp_path, capsys):
+def test_files_among_the_runs_are_passed_over(tmp_path, trimtab):
     runs = [write_rl_run(tmp_path / name) for name in ("a", "b")]
     (tmp_path / "gcg_eval_a.jsonl").write_text("{}")
-    assert main(["report", *map(str, runs), str(tmp_path / "gcg_eval_a.jsonl")]) == 0
+    assert trimtab("report", *runs, tmp_path / "gcg_eval_a.jsonl").code == 0
     assert (tmp_path / "a" / "comparison.html").exists()
 
 
@@ -375,10 +356,6 @@ def test_what_a_model_writes_stays_text(run):
     write_lines(run / "rollouts.jsonl", group_rows((1,), response=evil, prompt=evil, label=evil, finish=evil))
     page = page_of(run)  # which fails on a script
     assert "alert(1)&lt;/script&gt;" in page and page.count("<style>") == 2
-
-
-def write_lines(path, rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_the_spread_of_rewards_and_lengths_is_drawn_over_the_run(run):

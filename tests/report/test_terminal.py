@@ -11,35 +11,30 @@ import time
 import pytest
 
 from tests.report.pages import rl_row, write_metrics, write_rl_run, write_run
-from trimtab.cli.main import main
 from trimtab.report.terminal import keys_in
 
 
-def test_without_a_terminal_it_prints_how_things_stand_and_leaves(tmp_path, capsys):
+def test_without_a_terminal_it_prints_how_things_stand_and_leaves(tmp_path, trimtab):
     write_rl_run(tmp_path / "a")
     write_run(tmp_path / "b")
-    assert main(["watch", str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a")]) == 0
-    text = capsys.readouterr().out
+    text = trimtab(f"watch {tmp_path}/a {tmp_path}/b {tmp_path}/a").out
     assert text.count("● finished") == 2 and "\x1b" not in text and "loss" in text
 
 
-def test_only_wait_waits_for_a_run_of_which_nothing_can_be_read(tmp_path, capsys):
+def test_only_wait_waits_for_a_run_of_which_nothing_can_be_read(tmp_path, trimtab):
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00 no row\n")
-    assert main(["watch", str(tmp_path), "--once"]) == 0
-    text = capsys.readouterr().out
+    text = trimtab(f"watch {tmp_path} --once").out
     assert "no run here yet" in text and "metrics.jsonl: 1 unreadable line left out" in text
 
 
-def test_a_folder_that_may_not_be_read_is_one_line(tmp_path, capsys, monkeypatch):
+def test_a_folder_that_may_not_be_read_is_one_line(tmp_path, trimtab, monkeypatch):
     write_run(tmp_path / "run")
 
     def refused(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "listdir", refused)
-    assert main(["watch", str(tmp_path / "run")]) == 2
-    line = capsys.readouterr().err
-    assert "run: cannot be read (Permission denied)" in line and line.count("\n") == 1
+    assert "run: cannot be read (Permission denied)" in trimtab(f"watch {tmp_path}/run").mistake
 
 
 @pytest.mark.parametrize(
