@@ -33,8 +33,8 @@ from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.evaluate.interactive import tokenizer_of_a_person
 from trimtab.rollout.builtin import engine as builtin_engine
 from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs
+from trimtab.rollout.builtin.engine import Prefill
 from trimtab.rollout.builtin.model_runner import ModelRunner
-from trimtab.rollout.builtin.prefill import Prefill
 from trimtab.rollout.builtin.sampler import Sampler, SamplerOutput
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.launch import gc_frozen

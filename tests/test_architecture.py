@@ -21,7 +21,7 @@ MAY_IMPORT = {
     },
     # What command and function have in common.
     "job": {
-        *("config", "train", "evaluate", "report", "distributed", "data.hub", "models.folder", "errors", "files"),
+        *("config", "train", "evaluate", "report", "distributed", "data.hub", "errors", "files"),
     },
     # The same for callers in Python. Who gives options and objects wants everything but the words of a command.
     "api": {

@@ -27,7 +27,7 @@ from trimtab.config.training_options import (
     PrecisionOptions,
     ProcessOptions,
 )
-from trimtab.data.hub import trusting
+from trimtab.data.hub import check_looks_like_model, trusting
 from trimtab.distributed.supervision import (
     LAUNCHER_SOCKET,
     STORE_SOCKET,
@@ -38,7 +38,6 @@ from trimtab.distributed.supervision import (
 )
 from trimtab.errors import Interrupted, RunFailed, UserError, error_chain
 from trimtab.files import check_free
-from trimtab.models.folder import check_looks_like_model
 from trimtab.train.alarms import last_checkpoint_line, newest_checkpoint_mark
 
 

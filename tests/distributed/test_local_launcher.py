@@ -53,7 +53,7 @@ def serve(folder: Path) -> None:
     import torch.distributed as dist
 
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.local_launcher import FAILURE, RpcHub
+    from trimtab.distributed.launcher import FAILURE, RpcHub
     from trimtab.distributed.process_group import find_world, leave_world
 
     world = find_world(find_device())
@@ -86,7 +86,7 @@ def watched(what: str, folder: Path) -> None:
     """A call in which the second process takes long, or is stopped, or the first lets it wait for the next call."""
     import trimtab.distributed.supervision as watching
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.local_launcher import RpcHub
+    from trimtab.distributed.launcher import RpcHub
     from trimtab.distributed.process_group import find_world, leave_world
 
     os.dup2(os.open(folder / f"said{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
@@ -149,7 +149,7 @@ def test_a_call_in_this_process_is_done_when_it_has_been_made():
 
 
 def three_groups(folder: Path) -> None:
-    from trimtab.distributed.local_launcher import RpcHub
+    from trimtab.distributed.launcher import RpcHub
     from trimtab.distributed.process_group import find_world, leave_world
 
     world = find_world(find_device())

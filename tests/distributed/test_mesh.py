@@ -11,7 +11,7 @@ from trimtab.distributed import fsdp as sharding
 from trimtab.distributed.fsdp import shard
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import World, find_world, leave_world
-from trimtab.train.checkpoint_files import ShardedTensors, write_sharded
+from trimtab.train.checkpoint import ShardedTensors, write_sharded
 from trimtab.train.optimizer import total_norm
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.models.splitting import gradients, load_split, options_of, some_batch, values
-from trimtab.distributed import collectives
+from trimtab.distributed import process_group as collectives
 from trimtab.distributed.device import find_device
 from trimtab.distributed.fsdp import keep_shard, whole
 from trimtab.distributed.process_group import find_world, leave_world

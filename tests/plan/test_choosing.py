@@ -16,10 +16,10 @@ from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.plan.hardware import NAMED, ClusterHardware
 from trimtab.plan.memory import FILL, ProcessMemory
-from trimtab.plan.micro_batches import with_planned_micro_batches
 from trimtab.plan.planner import Planner, enough_tokens, fastest_micro_batches, fewest_recomputed, update_seconds
 from trimtab.plan.speed import ENOUGH, TimeModel
 from trimtab.plan.workload import Rows, Work
+from trimtab.train.launch import with_planned_micro_batches
 
 LAYERS = 6
 OPEN = {"bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_layers": "auto"}

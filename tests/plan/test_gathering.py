@@ -9,11 +9,11 @@ from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.distributed.device import find_device
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
-from trimtab.plan import micro_batches
 from trimtab.plan.hardware import NAMED, ClusterHardware, Hardware
-from trimtab.plan.micro_batches import with_planned_micro_batches
 from trimtab.plan.planner import Planner
 from trimtab.plan.workload import supposed
+from trimtab.train import launch as micro_batches
+from trimtab.train.launch import with_planned_micro_batches
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from trimtab.config.parser import parse
 from trimtab.config.rl_jobs import GRPOOptions, RLOptions, TailOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.process_group import World
-from trimtab.plan.micro_batches import is_wanted, with_default_tokens, with_planned_micro_batches
-from trimtab.train.checkpoint_files import PARTS, seal_state, unseal_state
+from trimtab.train.checkpoint import PARTS, seal_state, unseal_state
+from trimtab.train.launch import is_wanted, with_default_tokens, with_planned_micro_batches
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.trainer import PolicyTrainer
 
@@ -182,7 +182,7 @@ def test_a_model_that_cannot_be_planned_is_refused_only_where_a_plan_was_asked_f
     monkeypatch.setattr("trimtab.plan.memory.ProcessMemory.at", broken)
     assert run("--fit_memory") == 2
     assert "--pretrain model cannot be planned: it looks at contents\n" in capsys.readouterr().err
-    monkeypatch.setattr("trimtab.plan.micro_batches.is_wanted", lambda *_: True)
-    monkeypatch.setattr("trimtab.plan.micro_batches.uses_default_tokens", lambda *_: False)
+    monkeypatch.setattr("trimtab.train.launch.is_wanted", lambda *_: True)
+    monkeypatch.setattr("trimtab.train.launch.uses_default_tokens", lambda *_: False)
     assert run("--save_path", "plain") == 0
     assert "it looks at contents); passes of 8 samples" in capsys.readouterr().out

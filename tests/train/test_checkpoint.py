@@ -7,8 +7,7 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import World
 from trimtab.errors import UserError
 from trimtab.train import checkpoint
-from trimtab.train.checkpoint import Checkpoints, reading_checkpoint
-from trimtab.train.checkpoint_files import ShardedTensors, write_sharded
+from trimtab.train.checkpoint import Checkpoints, ShardedTensors, reading_checkpoint, write_sharded
 
 
 def tensors(value=0.0, size=1000):

@@ -9,8 +9,8 @@ import torch
 from tests import warm
 from trimtab.distributed.fsdp import Block
 from trimtab.distributed.mesh import Mesh
-from trimtab.train import checkpoint_files as tensor_parts
-from trimtab.train.checkpoint_files import ShardedTensors, write_file, write_sharded
+from trimtab.train import checkpoint as tensor_parts
+from trimtab.train.checkpoint import ShardedTensors, write_file, write_sharded
 
 SHAPE = (7, 6)
 WHOLE = torch.arange(42.0).reshape(SHAPE)

@@ -16,7 +16,7 @@ from tests import warm
 from tests.train.every_loop import LOOPS, model, newest_two, step, store, words
 from tests.train.rl.test_resume import at
 from trimtab.errors import UserError
-from trimtab.train.checkpoint_files import checksum, seal_state, unseal_state
+from trimtab.train.checkpoint import checksum, seal_state, unseal_state
 from trimtab.train.metrics import read_rows
 from trimtab.train.tail.tail_run import TailRun
 

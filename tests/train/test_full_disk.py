@@ -87,7 +87,7 @@ def tell_needs(place):
 def full(*folders, temporary):
     """From now on nothing but small files can be written in these folders."""
     from trimtab.models import save
-    from trimtab.train import checkpoint_files as tensor_parts
+    from trimtab.train import checkpoint as tensor_parts
 
     def refuse(path):
         if any(folder in Path(path).parents for folder in folders):

@@ -11,7 +11,7 @@ import torch
 from tests import warm
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_rows, make_tokenizer
-from trimtab.train.checkpoint_files import ShardedTensors
+from trimtab.train.checkpoint import ShardedTensors
 from trimtab.train.metrics import CLOCK_FIELDS, read_rows
 
 LAYOUTS = {
@@ -85,7 +85,7 @@ def stopped_in_the_middle(run, out):
 
 def write_what_was_read(place):
     """Before the first step."""
-    from trimtab.train.checkpoint_files import write_sharded
+    from trimtab.train.checkpoint import write_sharded
     from trimtab.train.supervised import SupervisedRun
 
     plain = SupervisedRun.resume

@@ -7,7 +7,7 @@ from torch import nn
 from tests import warm
 from trimtab.config.training_options import SCHEDULERS
 from trimtab.distributed.mesh import Mesh
-from trimtab.train.checkpoint_files import ShardedTensors, write_sharded
+from trimtab.train.checkpoint import ShardedTensors, write_sharded
 from trimtab.train.optimizer import Optimizer, total_norm
 
 

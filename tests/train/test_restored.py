@@ -6,8 +6,7 @@ from trimtab.config.jobs import AttackOptions
 from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
-from trimtab.train.checkpoint import Checkpoints, restored_policy
-from trimtab.train.checkpoint_files import write_sharded
+from trimtab.train.checkpoint import Checkpoints, restored_policy, write_sharded
 
 
 @pytest.fixture(scope="module")

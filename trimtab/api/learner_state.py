@@ -39,7 +39,7 @@ from trimtab.models.load import Loaded, load_frozen_policy, load_policy, wrap_po
 from trimtab.models.lora import adapters_off
 from trimtab.models.policy import Policy
 from trimtab.models.pretrained import quiet_transformers
-from trimtab.train.checkpoint_files import (
+from trimtab.train.checkpoint import (
     PARTS,
     ShardedTensors,
     collect_checksums,

@@ -21,7 +21,7 @@ from trimtab.config.objective_options import GIVEN
 from trimtab.config.parser import parse_values
 from trimtab.config.resolved_config import redact
 from trimtab.config.training_options import CallOptions, CheckpointOptions, PretrainOptions, checkpoints_in
-from trimtab.data.hub import trusting
+from trimtab.data.hub import ADAPTER, trusting
 from trimtab.errors import Error, Interrupted, RunFailed, UserError, error_chain
 from trimtab.files import LOCK, locked, remove, writing
 from trimtab.job import (
@@ -33,7 +33,6 @@ from trimtab.job import (
     start_job,
     trusting_code,
 )
-from trimtab.models.folder import ADAPTER
 from trimtab.report.charts import EVALUATION, objective_panels
 from trimtab.report.findings import alarms
 from trimtab.report.formatting import short_number

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.distributed.collectives import all_gather, all_reduce, group_copy, group_gather, group_reduce
 from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.fsdp import local
+from trimtab.distributed.process_group import all_gather, all_reduce, group_copy, group_gather, group_reduce
 from trimtab.models.parallel.tensor_parallel import VocabShard
 
 KEPT = 2**26  # logits (256 MiB) that a CPU saves for the backward pass instead of recomputing them

@@ -14,9 +14,9 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from trimtab.config.training_options import LoraOptions
+from trimtab.data.hub import first_line
 from trimtab.distributed.fsdp import keep_shard
 from trimtab.errors import UserError
-from trimtab.models.folder import first_line
 
 ALL_LINEAR = "all-linear"
 LAYER = "layer"

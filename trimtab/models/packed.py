@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.collectives import group_reduce
+from trimtab.distributed.process_group import group_reduce
 from trimtab.distributed.supervision import own_heartbeat
 from trimtab.models.activation_memory import ActivationOffload
-from trimtab.models.attention import AttentionContext, PackedPass, PackedRow, unpadded
+from trimtab.models.attention import AttentionContext, PackedPass, PackedRow, SequenceLengths, token_lengths, unpadded
 from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, Routers, RowStates, TokenLocations
-from trimtab.models.rotary import SequenceLengths, token_lengths
 
 Path = Literal["packed", "padded", "logits"]
 

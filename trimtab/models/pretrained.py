@@ -16,9 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from trimtab.data.hub import hub_or_cache, needs_code, trust_remote_code
+from trimtab.data.hub import check_looks_like_model, first_line, hub_or_cache, needs_code, read_json, trust_remote_code
 from trimtab.errors import UserError
-from trimtab.models.folder import check_looks_like_model, first_line, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FILES_PREFIX = "files-"

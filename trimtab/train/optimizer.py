@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from trimtab.config.training_options import UpdateOptions
 from trimtab.distributed.fsdp import accumulate_in, local, sum_over_parts
-from trimtab.train.checkpoint_files import HostTensors, ShardedTensors
+from trimtab.train.checkpoint import HostTensors, ShardedTensors
 
 
 @dataclass

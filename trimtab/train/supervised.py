@@ -36,30 +36,34 @@ from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.parallel.sharded_model import check_parallel_options, mesh_of
 from trimtab.models.pretrained import check_model_folder
 from trimtab.models.save import save_model
-from trimtab.plan.micro_batches import (
-    default_line,
-    for_manifest,
-    micro_batch_sizes,
-    uses_default_tokens,
-    with_default_tokens,
-    with_planned_micro_batches,
-    without_tokens,
-)
 from trimtab.plan.workload import Rows, Work
 from trimtab.train.alarms import diverged_line, not_finite_line, resume_line
-from trimtab.train.checkpoint import Checkpoints, reading_checkpoint
-from trimtab.train.checkpoint_files import HostTensors, ShardedTensors, all_finite, write_sharded
+from trimtab.train.checkpoint import (
+    Checkpoints,
+    HostTensors,
+    ShardedTensors,
+    all_finite,
+    reading_checkpoint,
+    write_sharded,
+)
 from trimtab.train.launch import (
     check_output_folders,
     check_processes,
+    default_line,
     device_notes,
     estimate_samples,
+    for_manifest,
     load_job_tokenizer,
     memory_line,
+    micro_batch_sizes,
     model_lines,
     samples_with_masks,
     saved_passes,
+    uses_default_tokens,
+    with_default_tokens,
     with_few_rows,
+    with_planned_micro_batches,
+    without_tokens,
 )
 from trimtab.train.layer_compilation import SupervisedCompilation
 from trimtab.train.metrics import RunLog

@@ -18,8 +18,7 @@ from trimtab.config.parser import parse
 from trimtab.config.resolved_config import check, settle
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.distributed.device import find_device
-from trimtab.distributed.launcher import RoleHost
-from trimtab.distributed.local_launcher import launcher_of
+from trimtab.distributed.launcher import RoleHost, launcher_of
 from trimtab.distributed.process_group import World
 from trimtab.interrupts import StopRequest
 from trimtab.models.parallel.sharded_model import mesh_of

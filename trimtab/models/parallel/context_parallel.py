@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trimtab.data.batches import Span
-from trimtab.distributed.collectives import gather_shards, reduce_scatter_shards, start_gather_shards
-from trimtab.distributed.process_group import Peers
+from trimtab.distributed.process_group import Peers, gather_shards, reduce_scatter_shards, start_gather_shards
 from trimtab.models.attention import (
     FILL,
     LayerAttention,

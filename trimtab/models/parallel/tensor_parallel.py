@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from trimtab.distributed.collectives import all_gather, group_copy, group_gather, group_reduce
 from trimtab.distributed.fsdp import blocks_of, local
+from trimtab.distributed.process_group import all_gather, group_copy, group_gather, group_reduce
 from trimtab.errors import UserError
 
 if TYPE_CHECKING:

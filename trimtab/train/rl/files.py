@@ -22,8 +22,7 @@ from trimtab.errors import CannotWrite, RunFailed, UserError
 from trimtab.files import writing
 from trimtab.rewards.types import RewardFailed
 from trimtab.train.alarms import not_finite_line, resume_line
-from trimtab.train.checkpoint import Checkpoints, reading_checkpoint
-from trimtab.train.checkpoint_files import ShardedTensors, write_sharded
+from trimtab.train.checkpoint import Checkpoints, ShardedTensors, reading_checkpoint, write_sharded
 from trimtab.train.metrics import MetricsFile, RunLog
 from trimtab.train.rl.async_client import RolloutStalled
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier

@@ -13,8 +13,7 @@ from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import SampleOrder
 from trimtab.data.prompts import PromptDataset
 from trimtab.distributed.device import Device, find_device
-from trimtab.distributed.launcher import Group, Launcher, RoleHost, Unit
-from trimtab.distributed.local_launcher import LocalProcessLauncher, launcher_of
+from trimtab.distributed.launcher import Group, Launcher, LocalProcessLauncher, RoleHost, Unit, launcher_of
 from trimtab.distributed.process_group import World, find_world, leave_world, share_signals, stop_was_requested
 from trimtab.distributed.ray.placement import table
 from trimtab.distributed.supervision import own_heartbeat
@@ -22,16 +21,6 @@ from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.load import fake_policy
 from trimtab.models.parallel.sharded_model import mesh_of
-from trimtab.plan.micro_batches import (
-    default_line,
-    for_manifest,
-    micro_batch_sizes,
-    uses_default_tokens,
-    with_default_tokens,
-    with_planned_micro_batches,
-    without_tokens,
-    work_of_prompts,
-)
 from trimtab.rewards.build import check_columns, check_reward, describe_rewards
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
@@ -41,14 +30,22 @@ from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
 from trimtab.train.launch import (
+    default_line,
     device_notes,
     estimate_samples,
+    for_manifest,
     load_job_tokenizer,
     memory_line,
+    micro_batch_sizes,
     model_lines,
     one_line,
     saved_passes,
+    uses_default_tokens,
+    with_default_tokens,
     with_few_rows,
+    with_planned_micro_batches,
+    without_tokens,
+    work_of_prompts,
 )
 from trimtab.train.rl.async_source import AsyncSource
 from trimtab.train.rl.checks import (

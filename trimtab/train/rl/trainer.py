@@ -33,7 +33,7 @@ from trimtab.models.weight_export import WeightExport
 from trimtab.rewards.models import ModelReward, ProcessReward
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, rewards_info
 from trimtab.rollout.sampling import stop_tokens
-from trimtab.train.checkpoint_files import HostTensors, ShardedTensors, all_finite, write_sharded
+from trimtab.train.checkpoint import HostTensors, ShardedTensors, all_finite, write_sharded
 from trimtab.train.layer_compilation import compile_if_worthwhile, compile_report, first_problem
 from trimtab.train.optimizer import Optimizer, WeightAverage
 from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
