@@ -19,7 +19,7 @@ from trimtab.models.load import prepare_training
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.plan.fake_model import LiveBytes
-from trimtab.plan.workload import Rows
+from trimtab.plan.workload import RowShape
 
 CHECKPOINTING = {"gradient_checkpointing": True}
 
@@ -81,7 +81,7 @@ def main() -> None:
         vocab_size=32000,
         max_position_embeddings=asked.length,
     )
-    batch = TokenBatch.of(*Rows(0, asked.length).examples(asked.tokens))
+    batch = TokenBatch.of(*RowShape(0, asked.length).examples(asked.tokens))
     print(f"{'':50s} {'kept':>9s} {'peak':>9s} {'seconds':>8s}")
     for name, changes in ways(asked.layers).items():
         kept, peak, seconds = measure(config, batch, changes)

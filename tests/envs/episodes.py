@@ -13,7 +13,7 @@ from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.episode import Episode
+from trimtab.rollout.episode import EpisodeRecord
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 
@@ -91,6 +91,6 @@ def go_on(engine, drafts, n=2):
 
 def stored(draft):
     """As it comes from disk: nothing of it is the object that was."""
-    episode = None if draft.episode is None else Episode.of_plain(draft.episode.plain())
+    episode = None if draft.episode is None else EpisodeRecord.of_plain(draft.episode.plain())
     own = (0, draft.sample, [], draft.tokens, draft.log_probs)
     return Trajectory(*own, versions=draft.versions, drawn=draft.drawn, episode=episode, branch=draft.branch)

@@ -18,12 +18,12 @@ from trimtab.plan.hardware import NAMED, ClusterHardware
 from trimtab.plan.memory import FILL, ProcessMemory
 from trimtab.plan.planner import Planner, enough_tokens, fastest_micro_batches, fewest_recomputed, update_seconds
 from trimtab.plan.speed import ENOUGH, TimeModel
-from trimtab.plan.workload import Rows, Work
+from trimtab.plan.workload import RowShape, Work
 from trimtab.train.launch import with_planned_micro_batches
 
 LAYERS = 6
 OPEN = {"bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_layers": "auto"}
-WORK = Work(Rows(0, 64), 2**22, 64)  # a step of many passes
+WORK = Work(RowShape(0, 64), 2**22, 64)  # a step of many passes
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_passes_of_a_step_are_about_as_large_as_each_other(memory):
     enough = enough_tokens(memory, clock)
     memory.work = dataclasses.replace(WORK, tokens=int(2.1 * enough))
     assert enough_tokens(memory, clock) == pytest.approx(1.05 * enough, rel=0.02)
-    memory.work = dataclasses.replace(WORK, rows=Rows(100, 1000, 2 * enough // 1000), tokens=8 * enough)
+    memory.work = dataclasses.replace(WORK, rows=RowShape(100, 1000, 2 * enough // 1000), tokens=8 * enough)
     assert enough_tokens(memory, clock) >= 100 + 2 * enough // 1000 * 1000, "but whole groups"
     memory.work = dataclasses.replace(WORK, tokens=enough // 3)
     assert enough_tokens(memory, clock) == enough // 3, "and no larger than the step"

@@ -15,7 +15,7 @@ from trimtab.plan.fake_model import FakeModel, LiveBytes, PlannedModel
 from trimtab.plan.hardware import NAMED
 from trimtab.plan.layouts import Split
 from trimtab.plan.memory import ProcessMemory
-from trimtab.plan.workload import JobModel, Rows, Work
+from trimtab.plan.workload import JobModel, RowShape, Work
 from trimtab.train.optimizer import Optimizer
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -34,11 +34,11 @@ def real(family: str, **changes) -> Policy:
 
 def planned(family: str, options: SFTOptions, **changes) -> PlannedModel:
     found = JobModel("model", "model", skeleton(family, **changes), trained=True)
-    return PlannedModel(options, Rows(0, 64), found, lambda: skeleton(family, **changes))
+    return PlannedModel(options, RowShape(0, 64), found, lambda: skeleton(family, **changes))
 
 
 def process(model: PlannedModel, options: SFTOptions) -> ProcessMemory:
-    return ProcessMemory(options, NAMED["H200"], Work(Rows(0, 64), 256, 64), Split.of(options, 1), [model])
+    return ProcessMemory(options, NAMED["H200"], Work(RowShape(0, 64), 256, 64), Split.of(options, 1), [model])
 
 
 def saved_bytes(model: Policy, batch: TokenBatch) -> int:
@@ -60,7 +60,7 @@ def saved_bytes(model: Policy, batch: TokenBatch) -> int:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tokens", [300, 700])
 def test_activations_are_those_that_autograd_keeps(family, tokens):
-    rows = Rows(prompt=40, answer=60, group=2)
+    rows = RowShape(prompt=40, answer=60, group=2)
     said = FakeModel(skeleton(family), SFTOptions(), accelerator=False).training_pass(rows, tokens)
     really = saved_bytes(real(family), TokenBatch.of(*rows.examples(tokens)))
     assert said.kept == pytest.approx(really, rel=0.15)
@@ -68,7 +68,7 @@ def test_activations_are_those_that_autograd_keeps(family, tokens):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "mistral"])
 def test_an_accelerator_keeps_what_a_cpu_keeps_but_for_copies_that_attention_makes(family):
-    rows, options = Rows(0, 100), SFTOptions()
+    rows, options = RowShape(0, 100), SFTOptions()
     here, there = (
         FakeModel(skeleton(family), options, accelerator=a).training_pass(rows, 700).kept for a in (False, True)
     )
@@ -78,7 +78,7 @@ def test_an_accelerator_keeps_what_a_cpu_keeps_but_for_copies_that_attention_mak
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_fake_pass_takes_what_the_real_one_takes(checkpointing):
     """The same counting of live storages, over real tensors with contents."""
-    rows, options = Rows(0, 128), SFTOptions(gradient_checkpointing=checkpointing)
+    rows, options = RowShape(0, 128), SFTOptions(gradient_checkpointing=checkpointing)
     said = FakeModel(skeleton("llama"), options, accelerator=False).training_pass(rows, 512)
     model = real("llama")
     if checkpointing:
@@ -99,7 +99,7 @@ def test_weights_masters_and_gradient_sums_are_those_of_the_optimiser():
     model = real("llama_tied")
     cast_parameters(model, torch.bfloat16)
     optimiser = Optimizer(model.model, options, 1, learning_rate=1e-3, fused=False)
-    model(TokenBatch.of(*Rows(0, 30).examples(60))).log_probs_N.sum().backward()
+    model(TokenBatch.of(*RowShape(0, 30).examples(60))).log_probs_N.sum().backward()
     gradients = sum(g.nbytes for g in optimiser.accumulated.values())
     optimiser.step(0)
     moments = [t for state in optimiser.adam.state.values() for k, t in state.items() if k.startswith("exp_avg")]
@@ -114,13 +114,14 @@ def test_what_the_files_hold_is_not_what_is_worked_with():
         half = Policy(tiny_model("llama").bfloat16())
         whole = Policy(tiny_model("llama"))
     sizes = [
-        PlannedModel(SFTOptions(), Rows(0, 64), JobModel("it", "it", model), None).weights for model in (half, whole)
+        PlannedModel(SFTOptions(), RowShape(0, 64), JobModel("it", "it", model), None).weights
+        for model in (half, whole)
     ]
     assert sizes[0] == sizes[1] == 4 * sum(p.numel() for p in whole.parameters())
 
 
 def test_checkpointing_keeps_a_fraction_and_scoring_keeps_nothing():
-    rows, deep = Rows(0, 128), {"num_hidden_layers": 8}
+    rows, deep = RowShape(0, 128), {"num_hidden_layers": 8}
     plain = FakeModel(skeleton("llama", **deep), SFTOptions(bf16=True), accelerator=True)
     frugal = FakeModel(skeleton("llama", **deep), SFTOptions(bf16=True, gradient_checkpointing=True), accelerator=True)
     kept = plain.training_pass(rows, 4096).kept
@@ -129,7 +130,7 @@ def test_checkpointing_keeps_a_fraction_and_scoring_keeps_nothing():
 
 
 def test_activations_in_main_memory_take_no_room_on_an_accelerator():
-    rows, many = Rows(0, 512), 2**16
+    rows, many = RowShape(0, 512), 2**16
     kept = []
     for away in (False, True):
         options = SFTOptions(bf16=True, gradient_checkpointing=True, offload_activations=away)
@@ -141,13 +142,13 @@ def test_activations_in_main_memory_take_no_room_on_an_accelerator():
 
 def test_activations_grow_with_tokens_and_not_with_the_length_of_sequences():
     model = FakeModel(skeleton("llama", max_position_embeddings=4096), SFTOptions(bf16=True), accelerator=True)
-    short, long = (model.training_pass(Rows(0, length), 2048).kept for length in (64, 1024))
+    short, long = (model.training_pass(RowShape(0, length), 2048).kept for length in (64, 1024))
     assert short == pytest.approx(long, rel=0.03)
-    assert model.training_pass(Rows(0, 64), 4096).kept == pytest.approx(2 * short, rel=0.02)
+    assert model.training_pass(RowShape(0, 64), 4096).kept == pytest.approx(2 * short, rel=0.02)
 
 
 def test_a_row_has_the_tokens_that_were_asked_for_and_shares_prompts():
-    batch = TokenBatch.of(*Rows(prompt=10, answer=5, group=3).examples(55))
+    batch = TokenBatch.of(*RowShape(prompt=10, answer=5, group=3).examples(55))
     assert batch.tokens == 55
     assert [s.prefix_length for s in batch.spans] == [0, 10, 10, 0, 10, 10, 0]
     assert np.array_equal(batch.ids_T, np.zeros(55))
@@ -156,7 +157,7 @@ def test_a_row_has_the_tokens_that_were_asked_for_and_shares_prompts():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_pass_of_equal_layers_follows_from_two_short_ones(checkpointing):
     options = SFTOptions(bf16=True, gradient_checkpointing=checkpointing)
-    said, rows = planned("llama", options, num_hidden_layers=6), Rows(0, 64)
+    said, rows = planned("llama", options, num_hidden_layers=6), RowShape(0, 64)
     whole = FakeModel(skeleton("llama", num_hidden_layers=6), options, accelerator=True)
     for tokens in (192, 256):
         for recomputed in (None, 0, 2, 6) if checkpointing else (None, 0):

@@ -13,7 +13,7 @@ from trimtab.models.lora import add_adapters
 from trimtab.models.parallel.tensor_parallel import apply_tensor_parallel
 from trimtab.models.policy import Policy
 from trimtab.plan.fake_model import FakeModel, narrow
-from trimtab.plan.workload import Rows
+from trimtab.plan.workload import RowShape
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_shapes_are_those_of_one_process(family, rank, two):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
 def test_inner_activations_are_cut_and_the_residual_stream_is_not(family):
-    rows, options = Rows(0, 128), SFTOptions(bf16=True)
+    rows, options = RowShape(0, 128), SFTOptions(bf16=True)
     kept = []
     for parts in (1, 2, 4):
         model = skeleton(family)

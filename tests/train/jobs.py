@@ -10,7 +10,7 @@ from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, PRMOptions, R
 from trimtab.embedded.sort_task import make_rows
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.supervised_tasks import DPOTask, KDTask, KTOTask, PRMTask, RMTask
-from trimtab.train.task import Task
+from trimtab.train.task import SupervisedTask
 
 HARD, SOFT = ["y", "n", "y"], [0.2, 1.0, 0.7, 0.0]
 OTHER = "{folder}/other"  # a second model with the same tokenizer, unlike the first
@@ -19,7 +19,7 @@ OTHER = "{folder}/other"  # a second model with the same tokenizer, unlike the f
 @dataclass
 class Job:
     options: type
-    task: type[Task]
+    task: type[SupervisedTask]
     make_rows: Any  # (count, seed) -> rows
     words: str = ""
 

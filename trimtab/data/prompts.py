@@ -67,7 +67,7 @@ class PromptTextOptions(Protocol):
     def prompt_max_len(self) -> int: ...
 
 
-class PromptOptions(PromptTextOptions, Protocol):
+class PromptLoadOptions(PromptTextOptions, Protocol):
     """And where prompts come from."""
 
     @property
@@ -258,12 +258,12 @@ def _piece(values: np.ndarray, offsets: np.ndarray, index: int) -> np.ndarray:
 PromptDatasets = tuple[dict[str, "PromptDataset"], dict[str, PromptReport]]
 
 
-def load_prompt_datasets(options: PromptOptions, tokenizer: PreTrainedTokenizerBase) -> PromptDatasets:
+def load_prompt_datasets(options: PromptLoadOptions, tokenizer: PreTrainedTokenizerBase) -> PromptDatasets:
     """The prompts to train on ("train") and, where --eval_dataset is given, those to measure with ("evaluation")."""
     return build_prompt_datasets(load_prompt_rows(options), tokenizer, options)
 
 
-def load_prompt_rows(options: PromptOptions) -> dict[str, Dataset]:
+def load_prompt_rows(options: PromptLoadOptions) -> dict[str, Dataset]:
     found = {
         "train": load_rows(
             options.prompt_data,
@@ -289,7 +289,7 @@ def load_prompt_rows(options: PromptOptions) -> dict[str, Dataset]:
 
 
 def build_prompt_datasets(
-    found: dict[str, Dataset], tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+    found: dict[str, Dataset], tokenizer: PreTrainedTokenizerBase, options: PromptLoadOptions
 ) -> PromptDatasets:
     built = {what: build_prompt_dataset(rows, tokenizer, options, what=what) for what, rows in found.items()}
     stores = {what: store for what, (store, _) in built.items()}

@@ -22,7 +22,7 @@ from trimtab.envs.environment_pool import EndReply, EnvironmentInstances, Failur
 from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession, finished_branches, partial_branches
 from trimtab.envs.types import EpisodeSettings, Message, Step, Task, Turn
 from trimtab.rollout.engine import Engine, decode_chunk_size
-from trimtab.rollout.episode import Episode, Segment
+from trimtab.rollout.episode import EpisodeRecord, Segment
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Finish, Trajectory
 
@@ -133,9 +133,9 @@ class EpisodeState:
 
     # ---- what callers get
 
-    def record(self, problem: str | None = None, now: EpisodeSnapshot | None = None) -> Episode:
+    def record(self, problem: str | None = None, now: EpisodeSnapshot | None = None) -> EpisodeRecord:
         now = now or self.now
-        return Episode(
+        return EpisodeRecord(
             list(now.said), self.opening, self.last_reward, {**self.logs, **self.counters}, self.begun, problem
         )
 
@@ -148,7 +148,7 @@ class EpisodeState:
             trajectories = (*trajectories[:-1], trajectories[-1].with_turn(part))
         return partial_branches(trajectories, self.task, episode)
 
-    def rollouts(self, finish: Finish, episode: Episode, plain: bool = False) -> list[Trajectory]:
+    def rollouts(self, finish: Finish, episode: EpisodeRecord, plain: bool = False) -> list[Trajectory]:
         """One rollout for each of its sequences."""
         trajectories: Sequence[Trajectory] = self.now.trajectories
         if finish == "abort" and self.now.part is not None:

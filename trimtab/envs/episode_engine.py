@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from trimtab.envs.environment_pool import InstancePool, Reply
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.engine import Engine, Session
-from trimtab.rollout.episode import Episode
+from trimtab.rollout.episode import EpisodeRecord
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Finish, Trajectory
 
@@ -30,7 +30,12 @@ EpisodeT = TypeVar("EpisodeT", bound=ActiveEpisode)
 
 
 def finished_branches(
-    sequences: Sequence[Trajectory], task: Task, request: int, finish: Finish, episode: Episode, prompt_ids: list[int]
+    sequences: Sequence[Trajectory],
+    task: Task,
+    request: int,
+    finish: Finish,
+    episode: EpisodeRecord,
+    prompt_ids: list[int],
 ) -> list[Trajectory]:
     """The trajectories of an episode that is over, one for each branch; one without tokens if it failed."""
     sequences = [] if finish == "failed" else sequences
@@ -40,7 +45,7 @@ def finished_branches(
     ]
 
 
-def partial_branches(sequences: Sequence[Trajectory], task: Task, episode: Episode) -> list[Trajectory]:
+def partial_branches(sequences: Sequence[Trajectory], task: Task, episode: EpisodeRecord) -> list[Trajectory]:
     """The partial rollouts of an episode, one for each branch."""
     own: dict[str, Any] = {"sample": task.sample, "prompt_ids": [], "plain_log_probs": None, "episode": episode}
     found = [replace(s, **own, drawn=s.mask, branch=branch) for branch, s in enumerate(sequences)]
@@ -53,7 +58,7 @@ class EpisodeEngine(Engine, Generic[EpisodeT]):
         self.numbers = itertools.count()
         self._instances = pool
         self._session: EpisodeSession[EpisodeT] | None = None
-        self._suspended: dict[int, tuple[Episode, EpisodeT]] = {}  # by the identity of the record
+        self._suspended: dict[int, tuple[EpisodeRecord, EpisodeT]] = {}  # by the identity of the record
         self._inbox: dict[int, Reply] = {}  # replies to suspended episodes
 
     # ---- the engine as callers see it
@@ -85,11 +90,11 @@ class EpisodeEngine(Engine, Generic[EpisodeT]):
                 found.append(reply)
         return found
 
-    def suspend_episode(self, active: EpisodeT, episode: Episode) -> None:
+    def suspend_episode(self, active: EpisodeT, episode: EpisodeRecord) -> None:
         """Keep the instance for a session that resumes from this very record."""
         self._suspended[id(episode)] = (episode, active)
 
-    def resume_suspended(self, episode: Episode | None) -> EpisodeT | None:
+    def resume_suspended(self, episode: EpisodeRecord | None) -> EpisodeT | None:
         if self._session is not None:
             self._session.to_resume.discard(id(episode))  # a later record may get the same id
         return self._suspended.pop(id(episode), (None, None))[1]

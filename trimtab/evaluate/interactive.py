@@ -27,7 +27,7 @@ from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
 from trimtab.models.load import load_frozen_policy
 from trimtab.rollout.engine import Engine, Session
-from trimtab.rollout.episode import Episode, Segment
+from trimtab.rollout.episode import EpisodeRecord, Segment
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import SamplingParams, request_seed, stop_tokens
 from trimtab.rollout.trajectory import Finish, Trajectory
@@ -230,7 +230,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Over:
-    episode: Episode
+    episode: EpisodeRecord
     finish: Finish
     sequences: list[Trajectory]  # one for each branch
 
@@ -343,7 +343,7 @@ class Playing:
             yield Heard(heard, found[heard.branch].ids[heard.start : heard.end])
         yield Over(episode, found[-1].finish_reason, found)
 
-    def _opening(self, task: Task, episode: Episode) -> Heard:
+    def _opening(self, task: Task, episode: EpisodeRecord) -> Heard:
         messages = task.asked if episode.opening is None else episode.opening
         return Heard(Segment(messages, 0, 0, False), [])
 

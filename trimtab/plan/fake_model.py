@@ -48,7 +48,7 @@ from trimtab.models.parallel.tensor_parallel import (
     style_of,
 )
 from trimtab.models.policy import Policy
-from trimtab.plan.workload import JobModel, Rows, job_models
+from trimtab.plan.workload import JobModel, RowShape, job_models
 from trimtab.rollout.factory import EngineMemory
 
 
@@ -147,7 +147,7 @@ class FakeModel:
             return 0
         return number if isinstance(number, int) else self.layers
 
-    def training_pass(self, rows: Rows, tokens: int, recomputed: int | None = None) -> PassBytes:
+    def training_pass(self, rows: RowShape, tokens: int, recomputed: int | None = None) -> PassBytes:
         """Measure a micro-batch after the first of a step, with the first one's gradient sums. `recomputed`: the number
         of
         layers with gradient checkpointing, by default from the options; activations may be offloaded for these."""
@@ -168,7 +168,7 @@ class FakeModel:
                 parameter.grad = None
         return PassBytes(kept, live.peak)
 
-    def scoring_pass(self, rows: Rows, tokens: int) -> int:
+    def scoring_pass(self, rows: RowShape, tokens: int) -> int:
         with self.mode, scoring(self.model):
             batch = self._batch(rows, tokens)
             with LiveBytes([*self.model.parameters(), *self.model.buffers()]) as live:
@@ -178,7 +178,7 @@ class FakeModel:
     def _trained(self) -> Iterator[nn.Parameter]:
         return (p for p in self.model.parameters() if p.requires_grad)
 
-    def _batch(self, rows: Rows, tokens: int) -> TokenBatch:
+    def _batch(self, rows: RowShape, tokens: int) -> TokenBatch:
         return TokenBatch.of(*rows.examples(tokens)).to(self.device)
 
     def _value(self, batch: TokenBatch) -> Tensor:
@@ -229,7 +229,7 @@ class PlannedModel:
     def __init__(
         self,
         options: TrainedModelOptions,
-        rows: Rows,
+        rows: RowShape,
         found: JobModel,
         spare: Callable[[], PackedModel],
         *,
@@ -331,7 +331,7 @@ class PlannedModel:
 
 
 def planned_models(
-    options: TrainedModelOptions, rows: Rows, *, tensor: int = 1, accelerator: bool = True
+    options: TrainedModelOptions, rows: RowShape, *, tensor: int = 1, accelerator: bool = True
 ) -> list[PlannedModel]:
     """The models of a job, trained ones first. UserError: one cannot be split into `tensor` parts."""
     found = job_models(options)

@@ -30,7 +30,7 @@ SCORING_TOKENS, SCORING_TIMES = 32_768, 4
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowShape:
     """The shape of a micro-batch's row: groups of answers to one prompt, whose tokens are in the row once."""
 
     prompt: int
@@ -61,7 +61,7 @@ class Rows:
 class Work:
     """The tokens of an optimizer step."""
 
-    rows: Rows
+    rows: RowShape
     """The shape of the samples."""
     tokens: int
     """Tokens of one optimizer step, in rows: the largest useful micro-batch."""
@@ -75,13 +75,13 @@ def supposed(options: TrainedModelOptions) -> Work:
         return rl_work(options, options.prompt_max_len)
     answers = 2 if isinstance(options, PreferenceColumns) else 1
     sample = answers * options.max_len
-    return Work(Rows(0, options.max_len), options.train_batch_size * sample, sample)
+    return Work(RowShape(0, options.max_len), options.train_batch_size * sample, sample)
 
 
 def rl_work(options: RLOptions, longest_prompt: int) -> Work:
     group = options.n_samples_per_prompt
     answer = max(1, options.longest_rollout - longest_prompt) if options.plays else options.generate_max_len
-    rows = Rows(longest_prompt, answer, group)
+    rows = RowShape(longest_prompt, answer, group)
     return Work(rows, options.groups_per_update * (rows.prompt + group * rows.answer), rows.longest)
 
 

@@ -13,12 +13,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from trimtab.data.prompts import PromptDataset
 from trimtab.distributed.supervision import own_heartbeat
 from trimtab.rewards.types import RewardRequest
-from trimtab.rollout.episode import Episode, Task
+from trimtab.rollout.episode import EpisodeRecord, Task
 
 SEED_BITS = 2**31 - 1  # of an environment's seed: numpy takes no negative one, others none of 64 bits
 
 
-class Rows(Protocol):
+class PromptRows(Protocol):
     """Prompts and the other columns of their rows."""
 
     @property
@@ -86,12 +86,12 @@ class PromptBatch:
 
 
 def make_reward_request(
-    store: Rows,
+    store: PromptRows,
     rows: Sequence[int],
     responses: Sequence[str],
     prompt_ids: Sequence[list[int]],
     response_ids: Sequence[list[int]],
-    episodes: Sequence[Episode] = (),
+    episodes: Sequence[EpisodeRecord] = (),
     openings: Sequence[str] = (),
 ) -> RewardRequest:
     """The request for one answer a row, with all columns of the row. `openings`: the texts with which environments

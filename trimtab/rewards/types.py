@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from trimtab.errors import RunFailed
-from trimtab.rollout.episode import Episode
+from trimtab.rollout.episode import EpisodeRecord
 
 
 class RewardFailed(RunFailed):
@@ -43,7 +43,7 @@ class RewardRequest:
     response_ids: Sequence[list[int]] = field(default_factory=list)
     conversations: list[list[dict[str, Any]]] = field(default_factory=list)
     """The prompts as messages, where the data have conversations."""
-    episodes: list[Episode] = field(default_factory=list)
+    episodes: list[EpisodeRecord] = field(default_factory=list)
     """Records of episodes, where there is an environment; a response is then everything after the prompt."""
 
     def __len__(self) -> int:

@@ -47,7 +47,7 @@ class Segment:
 
 
 @dataclass
-class Episode:
+class EpisodeRecord:
     said: list[Segment] = field(default_factory=list)
     opening: list[Message] | None = None  # what reset gave, if it did
     last_reward: float = 0.0  # of the whole episode, added to those of its turns
@@ -69,5 +69,5 @@ class Episode:
         return {**vars(self), "said": [dict(vars(said)) for said in self.said]}
 
     @classmethod
-    def of_plain(cls, found: dict[str, Any]) -> "Episode":
+    def of_plain(cls, found: dict[str, Any]) -> "EpisodeRecord":
         return cls(**{**found, "said": [Segment(**said) for said in found["said"]]})

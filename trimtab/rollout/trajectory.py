@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from trimtab.errors import UserError
-from trimtab.rollout.episode import Episode
+from trimtab.rollout.episode import EpisodeRecord
 
 # Of episodes also: the context is full, --max_turns is reached, the environment truncated it, or failed.
 Finish = Literal["stop", "length", "abort", "context", "turns", "truncated", "failed"]
@@ -40,7 +40,7 @@ class Trajectory:
     plain_log_probs: np.ndarray | None = None  # at temperature 1, if requested
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # of the weights, from every engine
     drawn: np.ndarray | None = None  # mask of the tokens that the model drew; None: all
-    episode: Episode | None = None  # the environment's record, shared by all branches of an episode
+    episode: EpisodeRecord | None = None  # the environment's record, shared by all branches of an episode
     branch: int = 0  # index of this sequence in an episode whose history was rewritten
     alternatives: TopLogprobs | None = None  # if requested, and there are tokens
 

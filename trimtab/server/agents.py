@@ -17,7 +17,7 @@ from trimtab.envs.environment_pool import EndReply, FailureReply, InstancePool, 
 from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession, finished_branches, partial_branches
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.episode import Episode, Segment
+from trimtab.rollout.episode import EpisodeRecord, Segment
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Finish, Trajectory
 from trimtab.server.policy_server import PolicyServer
@@ -64,11 +64,11 @@ class AgentEpisode:
         turns = list(self.record.turns)
         return partial_branches(_sequences(turns), self.task, self._episode(turns))
 
-    def _episode(self, turns: list[RecordedTurn], problem: str | None = None) -> Episode:
+    def _episode(self, turns: list[RecordedTurn], problem: str | None = None) -> EpisodeRecord:
         calls = sum(len(turn.message.get("tool_calls", ())) for turn in turns)
         figures = {"tool_calls": float(calls), "tool_failures": 0.0, "unknown_tools": 0.0}
         logs = {**self.logs, **figures, "seconds_environment": self.seconds}
-        return Episode(_segments(turns), None, self.reward, logs, self.begun, problem)
+        return EpisodeRecord(_segments(turns), None, self.reward, logs, self.begun, problem)
 
 
 def _segments(turns: list[RecordedTurn]) -> list[Segment]:
@@ -271,12 +271,12 @@ class AgentServerEngine(EpisodeEngine[AgentEpisode]):
         self.server.sessions.drop(agent.session)
         self.server.queue.cancel([agent.session])
 
-    def suspend_episode(self, agent: AgentEpisode, episode: Episode) -> None:
+    def suspend_episode(self, agent: AgentEpisode, episode: EpisodeRecord) -> None:
         """The agent may be waiting for its next turn, which the engine must not sample meanwhile."""
         self.server.queue.hold(agent.session)
         super().suspend_episode(agent, episode)
 
-    def resume_suspended(self, episode: Episode | None) -> AgentEpisode | None:
+    def resume_suspended(self, episode: EpisodeRecord | None) -> AgentEpisode | None:
         if (agent := super().resume_suspended(episode)) is not None:
             self.server.queue.release(agent.session)
         return agent

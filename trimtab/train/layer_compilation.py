@@ -15,7 +15,7 @@ from trimtab.models.compile import AtWork, Gradients, compile_layers, compile_pr
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
 from trimtab.train.optimizer import Optimizer
-from trimtab.train.task import Task
+from trimtab.train.task import SupervisedTask
 
 COMPILATION = 15.0
 """Seconds to compile a model's layers."""
@@ -58,7 +58,7 @@ class SupervisedCompilation:
         self.decided: dict[str, bool] | None = None
         self._seconds = 0.0
 
-    def settle(self, model: PackedModel, optimizer: Optimizer, task: Task) -> dict[str, bool]:
+    def settle(self, model: PackedModel, optimizer: Optimizer, task: SupervisedTask) -> dict[str, bool]:
         """Decide and compile, before the first step of a new or resumed run."""
         tokens = float(task.lengths(task.store).mean()) * self.options.train_batch_size * task.order().steps
         # With LoRA, the model without its adapter is the reference.
@@ -92,7 +92,7 @@ class SupervisedCompilation:
         self._seconds += settled.seconds
         return settled.compiled
 
-    def look(self, model: PackedModel, task: Task) -> bool:
+    def look(self, model: PackedModel, task: SupervisedTask) -> bool:
         """Before a step: whether compiled layers failed in any process, so that all went back to eager ones."""
         if not self.decided or not any(self.decided.values()):
             return False

@@ -36,7 +36,7 @@ from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.parallel.sharded_model import check_parallel_options, mesh_of
 from trimtab.models.pretrained import check_model_folder
 from trimtab.models.save import save_model
-from trimtab.plan.workload import Rows, Work
+from trimtab.plan.workload import RowShape, Work
 from trimtab.train.alarms import diverged_line, not_finite_line, resume_line
 from trimtab.train.checkpoint import (
     Checkpoints,
@@ -78,7 +78,7 @@ from trimtab.train.run_directory import (
     names_fingerprint,
 )
 from trimtab.train.supervised_tasks import DPOTask, KDTask, KTOTask, PRMTask, RMTask, SFTTask
-from trimtab.train.task import Task
+from trimtab.train.task import SupervisedTask
 from trimtab.train.update import (
     MEMORY_FLAGS,
     MicroBatchLimit,
@@ -113,7 +113,7 @@ class SupervisedRun:
     """One supervised run in this process: the loop, evaluation, checkpoints and recovery from out-of-memory."""
 
     options: SupervisedOptions
-    task: Task
+    task: SupervisedTask
     model: PackedModel
     tokenizer: PreTrainedTokenizerBase
     device: Device
@@ -475,7 +475,7 @@ class SupervisedRun:
 
 # ---- from checked options to a run
 
-TASKS: dict[str, type[Task]] = {
+TASKS: dict[str, type[SupervisedTask]] = {
     "sft": SFTTask,
     "kd": KDTask,
     "rm": RMTask,
@@ -483,7 +483,7 @@ TASKS: dict[str, type[Task]] = {
     "dpo": DPOTask,
     "kto": KTOTask,
 }
-MakeTask = Callable[[Any, Any], Task]  # (options, tokenizer)
+MakeTask = Callable[[Any, Any], SupervisedTask]  # (options, tokenizer)
 
 
 def train_supervised(options: SupervisedOptions) -> None:
@@ -540,11 +540,11 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, mesh, described=described)
 
 
-def supervised_work(task: Task) -> Work:
+def supervised_work(task: SupervisedTask) -> Work:
     """The workload for the memory plan: the step with the most tokens."""
     lengths, order = task.lengths(task.store), task.order()
     step = max(int(lengths[order.step_samples(step)].sum()) for step in range(order.steps))
-    return Work(Rows(0, task.longest()), step, int(lengths.max()))
+    return Work(RowShape(0, task.longest()), step, int(lengths.max()))
 
 
 def dry_run_supervised(options: SupervisedOptions) -> list[str]:
@@ -568,7 +568,7 @@ def dry_run_supervised(options: SupervisedOptions) -> list[str]:
     return lines
 
 
-def without_evaluation(options: LoggingOptions, task: Task) -> list[str]:
+def without_evaluation(options: LoggingOptions, task: SupervisedTask) -> list[str]:
     """Warnings for evaluation options without evaluation data, which is known only after the data were read."""
     if task.evaluation_samples:
         return []

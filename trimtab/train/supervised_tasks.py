@@ -48,11 +48,11 @@ from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy, Teacher
 from trimtab.models.reward import REWARDS, RewardModel
 from trimtab.plan.workload import WITHOUT_REFERENCE
-from trimtab.train.task import FrozenScorer, PairTask, Task, sequence_log_probs
+from trimtab.train.task import FrozenScorer, PairTask, SupervisedTask, sequence_log_probs
 from trimtab.train.update import LossTerm, Totals, counts_by_sequence, sums_by_sequence
 
 
-class SFTTask(Task):
+class SFTTask(SupervisedTask):
     options: SFTOptions | KDOptions
     verb = "sft"
 
@@ -131,7 +131,7 @@ def whole_head(policy: Policy, device: torch.device) -> nn.Module:
 # ---- the reference of DPO and KTO
 
 
-class ReferenceTask(Task):
+class ReferenceTask(SupervisedTask):
     """A task whose loss compares the model's log-probs of answers with a reference model's."""
 
     options: DPOOptions | KTOOptions
@@ -156,7 +156,7 @@ class ReferenceTask(Task):
         self.scorers["reference"] = FrozenScorer(self.options, loaded, device, self.mesh, **how)
 
 
-def precomputed(reference: FrozenScorer, task: Task, store: Any) -> np.ndarray:
+def precomputed(reference: FrozenScorer, task: SupervisedTask, store: Any) -> np.ndarray:
     """Reference log-probs of every sample of a store, [samples, sequences per sample], from the cache if present."""
     how = f"{reference.precision}/{reference.model.path}/{reference.device.torch.type}"
     key = f"{reference.weights}/{store.fingerprint}/{how}"
@@ -368,7 +368,7 @@ class RMTask(PairTask):
 # ---- process reward models
 
 
-class PRMTask(Task):
+class PRMTask(SupervisedTask):
     options: PRMOptions
     verb = "prm"
 

@@ -1,7 +1,7 @@
 """Tasks of the supervised loop: dataset, micro-batches and loss of a job, and frozen models that score.
 
-A job is a subclass of Task that builds its store, collates samples into batches, and computes a micro-batch's share of
-the step's loss. The rest is the same for all jobs.
+A job is a subclass of SupervisedTask that builds its store, collates samples into batches, and computes a micro-batch's
+share of the step's loss. The rest is the same for all jobs.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from trimtab.models.reward import REWARDS
 from trimtab.train.update import LossTerm, MicroBatchLimit, Totals, balance_loss_term, sums_by_sequence
 
 
-class Task:
+class SupervisedTask:
     """Base class of supervised jobs."""
 
     verb: str
@@ -286,7 +286,7 @@ def sequence_log_probs(model: Policy, batch: TokenBatch) -> Tensor:
 # ---- preference pairs
 
 
-class PairTask(Task):
+class PairTask(SupervisedTask):
     """A task on preference pairs, whose two answers share the prompt's tokens in a row."""
 
     options: RMOptions | DPOOptions

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.episode import Episode, Segment
+from trimtab.rollout.episode import EpisodeRecord, Segment
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
 
@@ -28,7 +28,7 @@ class Played:
 
     def rollouts(self, group: int, sample: int, prompt: list[int], log_prob: float = -1.0) -> list[Trajectory]:
         """A branch has everything before it, of which it drew nothing."""
-        record = Episode(last_reward=self.last_reward, opening=[{"role": "user", "content": "?"}])
+        record = EpisodeRecord(last_reward=self.last_reward, opening=[{"role": "user", "content": "?"}])
         found: list[tuple[list[int], list[bool]]] = [([], [])]
         for number, (tokens, reward) in enumerate(self.turns):
             ids, drawn = found[-1]

@@ -8,7 +8,7 @@ import numpy as np
 from tests.train.rl.played import Played, experience_of
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import EnvironmentReward, RewardRequest, RewardResult
-from trimtab.rollout.episode import Episode
+from trimtab.rollout.episode import EpisodeRecord
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.rollout_files import episode_figures, turns
@@ -29,7 +29,7 @@ class Player:
                     yield from played.rollouts(prompt, sample, [90, prompt])
                 else:
                     empty = np.zeros(0, np.float32)
-                    record = Episode(problem=played)
+                    record = EpisodeRecord(problem=played)
                     yield Trajectory(prompt, sample, [90, prompt], [], empty, "failed", episode=record)
 
     def close(self): ...
@@ -118,7 +118,7 @@ def test_figures_count_an_episode_once_whatever_its_branches():
 
 
 def test_own_figures_of_an_environment_are_logged_and_those_of_playing_are_not():
-    episodes = [Episode(logs={"tool_calls": 2.0, "steps": 4.0}), Episode(logs={"close": 1.0})]
+    episodes = [EpisodeRecord(logs={"tool_calls": 2.0, "steps": 4.0}), EpisodeRecord(logs={"close": 1.0})]
     request = RewardRequest(["", ""], ["", ""], ["", ""], [None, None], episodes=episodes)
     logs = EnvironmentReward("x")(request).logs
     assert logs.keys() == {"steps", "close"} and logs["steps"][0] == 4.0 and math.isnan(logs["steps"][1])

@@ -120,7 +120,7 @@ class PerHead(LocalParameters):
         return _with_partial_gradient(parameter)
 
 
-class SelectedRows(PerHead):
+class SelectedOutputs(PerHead):
     """A replicated linear layer of which each process computes some of the outputs."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup, rows: list[int]):
@@ -138,7 +138,7 @@ class ColwiseLinear(LocalParameters):
         return (group_copy(arguments[0], self.group), *arguments[1:])
 
 
-class KeyValueLinear(ColwiseLinear, SelectedRows):
+class KeyValueLinear(ColwiseLinear, SelectedOutputs):
     placements: ClassVar[dict[str, Placement]] = {}
 
 
@@ -378,7 +378,7 @@ class _TensorParallelizer:
                     layer.lora_dropout[name] = ShardedDropout(dropout.p, first.weight.shape[1], block.slices[1])
             else:
                 self._apply(first, LoraDown)
-                self._apply(second, SelectedRows if rows else LoraUp, *rows)
+                self._apply(second, SelectedOutputs if rows else LoraUp, *rows)
 
     def _key_rows(self, module: nn.Module) -> list[int]:
         """The output rows of a key or value layer for the heads that this process uses."""

@@ -37,7 +37,7 @@ from trimtab.data.batches import SampleOrder
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.episode import Episode
+from trimtab.rollout.episode import EpisodeRecord
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory, flatten
 from trimtab.train.rl.async_client import STORE, AsyncClient, Watchdog
@@ -443,7 +443,7 @@ def partials_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str,
                 *(next_of("ids", tokens), next_of("log_probs", drawn), found["finish"]),
                 versions=next_of("versions", drawn),
                 drawn=next_of("drawn", tokens) if "drawn" in found else None,
-                episode=Episode.of_plain(found["episode"]) if "episode" in found else None,
+                episode=EpisodeRecord.of_plain(found["episode"]) if "episode" in found else None,
                 branch=found.get("branch", 0),
             )
             trajectories.append(trajectory)

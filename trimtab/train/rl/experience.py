@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.episode import Episode
+from trimtab.rollout.episode import EpisodeRecord
 from trimtab.rollout.trajectory import Trajectory, flatten
 
 
@@ -158,7 +158,7 @@ class Experience(Trajectories):
     logs: dict[str, Tensor] = field(default_factory=dict)  # further values per sample that rewards return
     versions_N: Tensor | None = None  # int32: policy version that sampled each token
     branches_S: Tensor | None = None  # index of the branch in its episode; None: every sample is a whole answer
-    episodes: list[Episode] | None = None  # record of each sample's episode; branches share it
+    episodes: list[EpisodeRecord] | None = None  # record of each sample's episode; branches share it
     # process rewards: a list for each sample
     step_tokens: list[list[int]] | None = None  # index among the sample's sampled tokens at which each step ends
     step_scores: list[list[float]] | None = None
@@ -420,7 +420,7 @@ class Experience(Trajectories):
         if versions_S is not None:
             experience.versions_N = versions_S[experience.owners_N].int()
         if episodes is not None:
-            found = [Episode.of_plain(plain) for plain in json.loads(episodes.numpy().tobytes())]
+            found = [EpisodeRecord.of_plain(plain) for plain in json.loads(episodes.numpy().tobytes())]
             experience.episodes = [found[episode] for episode in experience.episodes_S]
         return experience
 

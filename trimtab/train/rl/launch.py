@@ -24,7 +24,7 @@ from trimtab.models.parallel.sharded_model import mesh_of
 from trimtab.rewards.build import check_columns, check_reward, describe_rewards
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
-from trimtab.rollout.episode import Episode, Segment
+from trimtab.rollout.episode import EpisodeRecord, Segment
 from trimtab.rollout.factory import require_packed
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
@@ -331,7 +331,7 @@ def dry_run_rl(
 # The only record types that may be sent to roles and back.
 RECORDS = (
     *(AnswerSlice, TextSlice, SamplingParams, PromptBatch, SampledGroups, FailedGroup, Experience),
-    *(Trajectory, Episode, Segment, InFlightGroup, Admission, FinishedGroup, Collected, Wait),
+    *(Trajectory, EpisodeRecord, Segment, InFlightGroup, Admission, FinishedGroup, Collected, Wait),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, InsufficientMemory),
 )
 

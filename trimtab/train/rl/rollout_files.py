@@ -33,7 +33,7 @@ import torch
 from trimtab.algos.group_rewards import for_groups
 from trimtab.files import writing
 from trimtab.rewards.types import EPISODE_LOGS
-from trimtab.rollout.episode import Episode, Segment
+from trimtab.rollout.episode import EpisodeRecord, Segment
 from trimtab.train.metrics import MetricsFile, read_rows
 from trimtab.train.rl.experience import FINISHES, Experience
 
@@ -317,7 +317,7 @@ def episode_figures(experience: Experience) -> dict[str, float]:
     return figures
 
 
-def turns(episode: Episode, characters: int) -> list[dict[str, Any]]:
+def turns(episode: EpisodeRecord, characters: int) -> list[dict[str, Any]]:
     """The segments of an episode as rows for rollouts.jsonl."""
     return [
         {
