@@ -20,9 +20,26 @@ from trimtab.distributed.process_group import group_reduce
 from trimtab.distributed.supervision import own_heartbeat
 from trimtab.models.activation_memory import ActivationOffload
 from trimtab.models.attention import AttentionContext, PackedPass, PackedRow, SequenceLengths, token_lengths, unpadded
-from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, Routers, RowStates, TokenLocations
+from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, Routers, TokenLocations
 
 Path = Literal["packed", "padded", "logits"]
+
+
+@dataclass
+class RowStates:
+    """Hidden states [N, D] of the requested tokens: all of them, or this process's."""
+
+    states_ND: Tensor
+    routers: Routers  # of all tokens of the row, or of this process's
+    located: TokenLocations | None = None
+
+    def own(self, values_N: Tensor) -> Tensor:
+        """The values of this process's tokens, out of those of all requested tokens."""
+        return values_N if self.located is None else values_N.index_select(0, self.located.here)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Values [N, ...] of all requested tokens, from those of each process's."""
+        return values if self.located is None else self.located.gather(values)
 
 
 class PackedModel(nn.Module):

@@ -206,8 +206,6 @@ def separate_padding(model: nn.Module, tokenizer) -> None:
 
 def rename_head(folder: Path, old: str, new: str) -> None:
     """Rename the head of a saved model in its weight files and in their index."""
-    if old == new:
-        return
     for path in folder.glob("*.safetensors.index.json"):
         index = json.loads(path.read_text())
         index["weight_map"] = {renamed(name, old, new): file for name, file in index["weight_map"].items()}

@@ -36,8 +36,7 @@ WEIGHTS = ("adapter_*", "model*.safetensors", "*.safetensors.index.json", "pytor
 
 def save_model(model: PackedModel, tokenizer, folder: Path, *, mesh: Mesh | None = None, bf16: bool = False) -> None:
     """Save a model's weights or adapters, and its tokenizer. All processes of a sharded model must call it; rank 0
-    writes
-    everything but weights. Only an unsharded model may be saved without a tokenizer."""
+    writes everything but weights. Only an unsharded model may be saved without a tokenizer."""
     mesh = mesh or Mesh()
     head = getattr(model.config, "value_head_prefix", HEAD)
     write: Any = model.model.save_pretrained
@@ -47,8 +46,10 @@ def save_model(model: PackedModel, tokenizer, folder: Path, *, mesh: Mesh | None
             return
         write = partial(write, state_dict=_whole_adapters(model, mesh, bf16))
     if mesh.is_rank_zero:
-        others = [] if tokenizer is None else [tokenizer.save_pretrained]
-        write_folder(folder, write, *others, lambda temporary: rename_head(temporary, HEAD, head))
+        writers = [write] if tokenizer is None else [write, tokenizer.save_pretrained]
+        if head != HEAD:
+            writers.append(partial(rename_head, old=HEAD, new=head))
+        write_folder(folder, *writers)
 
 
 def _save_sharded(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16: bool, head: str) -> None:

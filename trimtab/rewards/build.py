@@ -162,7 +162,7 @@ def check_columns(stores: dict[str, PromptDataset], options: RLOptions | Generat
 
 
 def _check_labels(what: str, store: PromptDataset, options: RLOptions | GenerateOptions) -> None:
-    needing = verifiers_with_labels(options.reward_verifier)
+    needing = verifiers_with_labels(options.reward_verifier) if options.reward_verifier else []
     if not needing or not (missing := store.unlabelled()):
         return
     if options.label_key:

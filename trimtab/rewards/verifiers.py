@@ -255,9 +255,9 @@ class VerifierReward:
             raise BadSample(f"{self.name}: row {row}: {error}", row) from error
 
 
-def verifiers_with_labels(text: str | None) -> list[str]:
+def verifiers_with_labels(text: str) -> list[str]:
     """The verifiers of a spelling that compare with a label of the data."""
-    return [name for name, argument, _ in parse_verifier_spec(text) if _reads_label(name, argument)] if text else []
+    return [name for name, argument, _ in parse_verifier_spec(text) if _reads_label(name, argument)]
 
 
 def _reads_label(name: str, argument: str | None) -> bool:

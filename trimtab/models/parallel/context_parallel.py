@@ -324,25 +324,12 @@ class TokenLocations:
         most = max(1, int(counts.max()))
         return cls((owner_N == peers.rank).nonzero()[:, 0], owner_N * most + within, most, peers)
 
-
-@dataclass
-class RowStates:
-    """Hidden states [N, D] of the requested tokens: all of them, or this process's."""
-
-    states_ND: Tensor
-    routers: Routers  # of all tokens of the row, or of this process's
-    located: TokenLocations | None = None
-
-    def own(self, values_N: Tensor) -> Tensor:
-        """The values of this process's tokens, out of those of all requested tokens."""
-        return values_N if self.located is None else values_N.index_select(0, self.located.here)
-
-    def whole(self, values: Tensor) -> Tensor:
-        """Gather values [N, ...] of all requested tokens from those of each process's."""
-        return values if self.located is None else _Whole.apply(values, self.located)
+    def gather(self, values: Tensor) -> Tensor:
+        """Values [N, ...] of all requested tokens, from those of each process's."""
+        return _GatherTokens.apply(values, self)
 
 
-class _Whole(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     """Gathers values. All processes continue equally, so each takes its own part of the gradient."""
 
     @staticmethod
