@@ -10,9 +10,9 @@ is a pickle, so loading a checkpoint from an untrusted source runs no code. stat
 a damaged checkpoint is reported and the one before it is loaded.
 
 Each process writes the blocks of the tensors it holds, and any number of processes with any sharding can read them
-back. One process writes tensors.safetensors; several write
-tensors-00000-of-00002.safetensors and so on. The metadata of every file lists its blocks of each tensor, the shapes of
-all tensors and the step, so that missing and mixed parts are detected.
+back. One process writes tensors.safetensors; several write tensors-00000-of-00002.safetensors and so on. The metadata
+of every file lists its blocks of each tensor, the shapes of all tensors and the step, so that missing and mixed parts
+are detected.
 
 A file's checksum sums the 64-bit words of each piece of 1 MiB, and takes the CRC-32 of these sums and of the remaining
 bytes. It runs at memory speed; a CRC of the whole file would take longer than reading the tensors. It detects damage by

@@ -35,6 +35,9 @@ from trimtab.plan.hardware import GIB, ClusterHardware, Hardware, of_device, sha
 from trimtab.plan.workload import TOKENS_ON_CPU, Work, budget_changes, packs_by_tokens, rl_work, supposed
 from trimtab.train.checkpoint import Checkpoints
 
+if TYPE_CHECKING:
+    from trimtab.plan.planner import Plan
+
 REHEARSED_ROWS = 256
 Job = TypeVar("Job", bound=TrainedModelOptions)
 
@@ -183,16 +186,12 @@ def gc_frozen() -> Iterator[None]:
 
 # ---- token budgets of micro-batches: planned from memory on an accelerator, a fixed number on a CPU
 
-if TYPE_CHECKING:
-    from trimtab.plan.planner import Plan
-
 
 def with_planned_micro_batches(
     options: Job, device: Device, world: World, work: Callable[[], Work]
 ) -> tuple[Job, "Plan | None"]:
     """The options with the plan's token budget, and the plan; or the options unchanged and None. Micro-batches over
-    several
-    processes are not planned; only jobs that cannot fit at all are refused."""
+    several processes are not planned; only jobs that cannot fit at all are refused."""
     if isinstance(options, RLOptions) and options.ray:
         return options, None  # this process has none of the devices; `trimtab plan --nodes` plans them
     if isinstance(options, RLOptions) and world.size > 1:
@@ -230,8 +229,7 @@ def is_wanted(options: TrainedModelOptions, device: Device, world: World) -> boo
 
 def refuse_ungatherable(options: RLOptions, hardware: Hardware, processes: int) -> None:
     """Refuse, before anything is loaded, a sharded RL job whose processes cannot hold the policy's gathered weights,
-    which
-    the built-in engine needs, in addition to their shards."""
+    which the built-in engine needs, in addition to their shards."""
     from trimtab.plan.planner import Planner, advice, fitting_changes, flag_changes
 
     machines = ClusterHardware(dataclasses.replace(hardware, program=0), 1, processes)
@@ -270,8 +268,7 @@ def uses_default_tokens(options: TrainedModelOptions, device: Device) -> bool:
 
 def with_default_tokens(options: Job, device: Device, saved: dict[str, int] | None = None) -> Job:
     """The options with the default token budget of micro-batches if it applies; at least one sample's tokens. `saved`:
-    the
-    micro-batch sizes of the run to resume, which are kept."""
+    the micro-batch sizes of the run to resume, which are kept."""
     if not uses_default_tokens(options, device) or (saved is not None and "tokens" not in saved):
         return options
     longest = math.ceil(supposed(options).least / options.ring_attn_size)
