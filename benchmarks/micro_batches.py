@@ -23,7 +23,7 @@ from trimtab.distributed.serialization import Serializer
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.micro_batches import AnswerBatch, AnswerSlice, cost, halves, make_slice, micro_batches
+from trimtab.train.rl.micro_batches import AnswerBatch, AnswerSlice, cost, make_slice, micro_batches
 
 COLUMNS = ("advantages_N", "sampled_N", "old_N")
 ROUNDS = 5
@@ -84,7 +84,7 @@ class Clock:
 def sliced(experience: Experience, count: int, budget: int | None, processes: int) -> tuple[Seconds, list[TokenBatch]]:
     serializer, clock = Serializer(AnswerSlice), Clock()
     cut = micro_batches(experience, range(len(experience)), count=count, budget=budget)
-    shares = deal(cut, processes, lambda part: cost(experience, part), halves)
+    shares = deal(cut, processes, lambda part: cost(experience, part))
     clock.stage("cut")
     parts = [make_slice(experience, share, *COLUMNS) for share in shares]
     clock.stage("slice")
@@ -144,7 +144,7 @@ def listed(
 ) -> tuple[Seconds, list[TokenBatch]]:
     cut = micro_batches(experience, range(len(experience)), count=count, budget=budget)
     serializer, clock = Serializer(AnswerBatch, Span), Clock()
-    shares = deal(cut, processes, lists.cost, halves)
+    shares = deal(cut, processes, lists.cost)
     clock.stage("deal")
     parts = [[lists.batch(samples, experience) for samples in share if samples] for share in shares]
     clock.stage("batches")

@@ -114,7 +114,7 @@ def private_bytes() -> int:
 
 def run_process(verb: str, folder: Path, words: str, environment: dict[str, str], answer: Any) -> None:
     os.environ.update(environment)
-    devices._keep_freed_memory = lambda: None
+    devices.keep_freed_memory = lambda: None
     ctypes.CDLL("libc.so.6").mallopt(-3, 2**16)  # from 64 KiB on every block is mapped, and unmapped when freed
     supervised.save_model = trainer.save_model = lambda *_, **__: None
     quiet_transformers()

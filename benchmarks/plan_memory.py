@@ -37,6 +37,7 @@ from trimtab.config.rl_jobs import GRPOOptions, PPOOptions
 from trimtab.distributed.device import find_device, total_memory
 from trimtab.models import load
 from trimtab.models.attention import NAME, register
+from trimtab.models.parallel.sharded_checkpoint import ModelSource
 from trimtab.models.selfcheck import Verdict
 from trimtab.plan.hardware import of_device
 from trimtab.plan.planner import make_plan
@@ -142,17 +143,14 @@ def jobs(folder: Path, length: int, samples: int, compiled: str) -> dict[str, tu
 def draw_weights_on_the_device() -> None:
     """Reading and writing files would take the most time and tell nothing of the accelerator's memory."""
 
-    def made(cls: type, pretrain: str, device: Any, **changes: Any) -> Any:
-        config = AutoConfig.from_pretrained(pretrain, **changes)
+    def opened(pretrain: str, options: Any, device: Any, *_: Any, scores: Any = None, **__: Any) -> ModelSource:
+        labels = {} if scores is None else {"num_labels": 1}
+        config = AutoConfig.from_pretrained(pretrain, **labels)
         torch.manual_seed(0)
         with torch.device(device.torch):
-            return cls(config)
+            return ModelSource((LlamaForCausalLM if scores is None else LlamaForSequenceClassification)(config))
 
-    load._causal_lm = lambda pretrain, options, device, flag="": made(LlamaForCausalLM, pretrain, device)
-    load._classifier = lambda pretrain, options, device, flag="": (
-        made(LlamaForSequenceClassification, pretrain, device, num_labels=1),
-        {"missing_keys": set(), "mismatched_keys": set()},
-    )
+    load._open_model = opened
 
     def trusted(root: Any, packed_allowed: bool = True) -> Verdict:
         register()

@@ -134,6 +134,49 @@ def test_no_two_parts_import_each_other():
     assert not {(low, high) for low, high in arrows if (high, low) in arrows}
 
 
+@functools.cache
+def names_in(module: str) -> set[str]:
+    """What a module of the package defines or imports."""
+    place = ROOT.parent / module.replace(".", "/")
+    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    names = {found.stem for found in place.iterdir()} if place.is_dir() else set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "tests"])
+def test_names_of_the_package_that_scripts_and_tests_use_are_there(folder):
+    """To replace what is not there does nothing, and benchmarks run too seldom to show it."""
+    missing = []
+    for path in sorted((ROOT.parent / folder).rglob("*.py")):
+        modules, used = {}, []
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trimtab":
+                for alias in node.names:
+                    used.append((node.module, alias.name, node.lineno))
+                    if is_module(f"{node.module}.{alias.name}"):
+                        modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        bound = {node.arg for node in ast.walk(tree_of(path)) if isinstance(node, ast.arg)}
+        bound |= {n.id for n in ast.walk(tree_of(path)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and not node.attr.startswith("__"):
+                name = node.value.id
+                if name in modules and name not in bound:
+                    used.append((modules[name], node.attr, node.lineno))
+        missing += [
+            f"{path.relative_to(ROOT.parent)}:{line} {module}.{name}"
+            for module, name, line in used
+            if not is_module(module) or name not in names_in(module)
+        ]
+    assert not missing
+
+
 def import_graph() -> dict[str, set[str]]:
     """The files that each file imports when it runs, at its top or inside a function."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}

@@ -17,6 +17,7 @@ from tests import warm
 from tests.tiny import FAMILIES, tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.errors import UserError
+from trimtab.interrupts import unheard_by_children
 from trimtab.models import compile as compiled
 from trimtab.models.activation_memory import enable_gradient_checkpointing, layers_of
 from trimtab.models.compile import COMPILER, CompiledLayer, compile_layers, graphs_so_far
@@ -278,7 +279,8 @@ def ask_after_a_signal():
     from torch._inductor.async_compile import AsyncCompile
 
     config.compile_threads = 2
-    compiled._start_processes()
+    with unheard_by_children():
+        AsyncCompile.warm_pool()
     pool = AsyncCompile.process_pool()
     assert pool.submit(abs, -1).result(timeout=120) == 1
     os.kill(pool.process.pid, signal.SIGTERM)

@@ -133,9 +133,9 @@ def test_samples_without_advantage_are_left_out_without_changing_the_result(fold
 
 
 def keep_every_sample():
-    from trimtab.train.rl import loop
+    from trimtab.train.rl import micro_batches
 
-    loop.with_advantage = lambda experience, samples: samples
+    micro_batches.with_advantage = lambda experience, samples: samples
 
 
 def assert_same_metrics(first, second):
