@@ -112,8 +112,8 @@ def play(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Non
         EpisodeSettings(max_turns=options.turns, episode_max_len=None),
     )
     sampling = SamplingParams(max_new_tokens=options.tokens, n=options.group, stop_token_ids=(tokenizer.eos_token_id,))
-    waited, finished = 0.0, pool.finished
-    clock = time.pthread_getcpuclockid(pool._listener.ident)
+    waited, poll = 0.0, pool.poll
+    clock = time.pthread_getcpuclockid(pool._pool._listener.ident)
 
     def listened() -> float:
         return time.clock_gettime(clock)
@@ -121,11 +121,11 @@ def play(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Non
     def timed(seconds: float):
         nonlocal waited
         began = time.perf_counter()
-        found = finished(seconds)
+        found = poll(seconds)
         waited += time.perf_counter() - began if seconds else 0.0
         return found
 
-    pool.finished = timed  # type: ignore[method-assign]
+    pool.poll = timed  # type: ignore[method-assign]
     for number in range(options.rounds):
         Read.sizes.clear()
         waited, began, cpu, theirs, heard = 0.0, time.perf_counter(), time.process_time(), spent_by(pool), listened()

@@ -59,7 +59,7 @@ def import_everything() -> None:
         importlib.import_module(name)
     for name in ("grpo", "sft", "dpo", "ppo"):
         importlib.import_module(f"trimtab.cli.train_{name}")
-    for name in ("supervised", "rl.loop", "rl.builders"):
+    for name in ("supervised", "rl.loop", "rl.roles"):
         importlib.import_module(f"trimtab.train.{name}")
     assert not torch.cuda.is_initialized(), "a device was touched before the forks"
 
