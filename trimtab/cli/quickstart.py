@@ -105,9 +105,9 @@ class Lesson:
     def task(self) -> Path:
         return self.folder / "task"
 
-    def say(self, text: str = "", *, style: str | None = None, markup: bool = True) -> None:
+    def say(self, text: str = "", *, markup: bool = True) -> None:
         """A paragraph; the console's mark-up is meant, and long paths stay whole."""
-        self.console.print(text, soft_wrap=True, style=style, markup=markup)
+        self.console.print(text, soft_wrap=True, markup=markup)
 
     def make_task(self) -> None:
         """A model of random weights, and data of which most show the wrong habit."""

@@ -1,12 +1,9 @@
-"""Supervised rows as token sequences, flat and cached: what SFT and distillation read.
-
-Preference pairs, labelled answers and judged steps have their own stores (`pairs`, `labelled`, `steps`).
-"""
+"""Rows as token sequences, flat and cached: supervised ones, which SFT and distillation read, preference pairs,
+labelled answers and judged steps. A job's options may lack what has a default in its settings."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -31,14 +28,14 @@ from trimtab.data.dataset import (
     workers_of,
 )
 from trimtab.data.formats import (
-    FormatOptions,
     LabelReader,
     PairColumns,
-    PairFormatOptions,
+    PairSettings,
     Rendering,
     StepColumns,
-    StepFormatOptions,
+    StepSettings,
     SupervisedColumns,
+    SupervisedSettings,
     answer_starts,
     common_length,
     dialogue_messages,
@@ -54,7 +51,6 @@ from trimtab.data.formats import (
 )
 from trimtab.data.rendering import (
     AnswerRenderer,
-    RenderOptions,
     RowRenderer,
     SupervisedRenderer,
     tokenize_in_pieces,
@@ -62,33 +58,11 @@ from trimtab.data.rendering import (
 )
 from trimtab.errors import UserError
 
-__all__ = ["DataReport", "SupervisedOptions", "TokenDataset", "build_sft_dataset", "tokenize_renderings"]
-
-
-class SupervisedOptions(FormatOptions, RenderOptions, Protocol):
-    """A job may lack `multiturn` and `pretrain_mode`: they are then off. `num_workers` may be there too."""
-
-    @property
-    def max_len(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class SupervisedSettings:
-    """The options that the tokens depend on."""
-
-    input_key: str
-    output_key: str | None
-    input_template: str | None
-    apply_chat_template: bool
-    max_len: int
-    multiturn: bool = False
-    pretrain_mode: bool = False
-
 
 def build_sft_dataset(
     rows: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    options: SupervisedOptions,
+    options: object,
     *,
     what: str = "train",
     workers: int | None = None,
@@ -117,31 +91,6 @@ class SupervisedCollector(Collector[DataReport]):
 
 
 # ---- Preference pairs, for reward models and DPO: two token sequences a row, which usually begin with the same prompt.
-
-
-class PairOptions(PairFormatOptions, Protocol):
-    """`num_workers` may be there too."""
-
-    @property
-    def input_template(self) -> str | None: ...
-
-    @property
-    def apply_chat_template(self) -> bool: ...
-
-    @property
-    def max_len(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class PairSettings:
-    """The options that the tokens depend on."""
-
-    prompt_key: str | None
-    chosen_key: str
-    rejected_key: str
-    input_template: str | None
-    apply_chat_template: bool
-    max_len: int
 
 
 @dataclass(frozen=True)
@@ -189,7 +138,7 @@ class PairDataset:
 def build_pair_dataset(
     rows: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    options: PairOptions,
+    options: object,
     *,
     what: str = "train",
     workers: int | None = None,
@@ -216,9 +165,7 @@ class PairRendering:
 class PairRenderer(AnswerRenderer):
     """Rows of any preference layout."""
 
-    def __init__(
-        self, columns: PairColumns, tokenizer: PreTrainedTokenizerBase, options: PairOptions | PairSettings, what: str
-    ):
+    def __init__(self, columns: PairColumns, tokenizer: PreTrainedTokenizerBase, options: PairSettings, what: str):
         as_chat, template = options.apply_chat_template, options.input_template
         super().__init__(columns.names, tokenizer, what, as_chat=as_chat, input_template=template)
         self.columns = columns
@@ -310,40 +257,9 @@ def _same_beginning(first: np.ndarray, second: np.ndarray) -> int:
 TRUTHS = {"1": True, "true": True, "0": False, "false": False}
 
 
-class LabelledOptions(Protocol):
-    """`num_workers` may be there too."""
-
-    @property
-    def input_key(self) -> str: ...
-
-    @property
-    def output_key(self) -> str | None: ...
-
-    @property
-    def label_key(self) -> str: ...
-
-    @property
-    def input_template(self) -> str | None: ...
-
-    @property
-    def apply_chat_template(self) -> bool: ...
-
-    @property
-    def max_len(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class LabelledSettings:
-    """The options that the tokens depend on."""
-
-    input_key: str
-    output_key: str | None
+@dataclass(frozen=True, kw_only=True)
+class LabelledSettings(SupervisedSettings):
     label_key: str
-    input_template: str | None
-    apply_chat_template: bool
-    max_len: int
-    multiturn: bool = False
-    pretrain_mode: bool = False
 
 
 @dataclass(frozen=True)
@@ -393,7 +309,7 @@ class LabelledDataset:
 def build_labelled_dataset(
     rows: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    options: LabelledOptions,
+    options: object,
     *,
     what: str = "train",
     workers: int | None = None,
@@ -482,30 +398,6 @@ class LabelledCollector(Collector[LabelledReport]):
 # The judgement of a step is read from the model's output at the placeholder itself, not before it.
 
 
-class StepOptions(StepFormatOptions, Protocol):
-    """`num_workers` may be there too."""
-
-    @property
-    def placeholder_token(self) -> str | None: ...
-
-    @property
-    def reward_tokens(self) -> Sequence[str] | None: ...
-
-    @property
-    def max_len(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """The options that the tokens depend on."""
-
-    input_key: str
-    label_key: str
-    placeholder_token: str
-    reward_tokens: Sequence[str] | None
-    max_len: int
-
-
 @dataclass(frozen=True)
 class StepDataset:
     """N sequences; `sequences.trained` marks their placeholders, `targets` has one value for each mark, in order.
@@ -551,7 +443,7 @@ class StepDataset:
 def build_step_dataset(
     rows: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    options: StepOptions,
+    options: object,
     *,
     what: str = "train",
     workers: int | None = None,

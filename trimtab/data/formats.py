@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,15 +32,23 @@ class Rendering:
     trained: list[tuple[int, int]] = field(default_factory=list)
 
 
-class FormatOptions(Protocol):
-    @property
-    def input_key(self) -> str: ...
+@dataclass(frozen=True)
+class SupervisedKeys:
+    """The options that say where a supervised row keeps its parts."""
 
-    @property
-    def output_key(self) -> str | None: ...
+    input_key: str
+    output_key: str | None
+    pretrain_mode: bool = False
 
-    @property
-    def pretrain_mode(self) -> bool: ...
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedSettings(SupervisedKeys):
+    """The options that the tokens of supervised rows depend on. A job may lack those with a default."""
+
+    input_template: str | None
+    apply_chat_template: bool
+    max_len: int
+    multiturn: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class SupervisedRecord:
 
 
 def find_supervised_columns(
-    columns: Sequence[str], options: FormatOptions, first_row: dict[str, Any] | None = None
+    columns: Sequence[str], options: SupervisedKeys, first_row: dict[str, Any] | None = None
 ) -> SupervisedColumns:
     """Decides from the key options and the columns (and, for the default key, the first row) what the rows are."""
     found = ", ".join(columns)
@@ -210,15 +218,16 @@ SPEAKER = re.compile(r"\n\n(Human|Assistant): ?")
 ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
-class PairFormatOptions(Protocol):
-    @property
-    def prompt_key(self) -> str | None: ...
+@dataclass(frozen=True)
+class PairSettings:
+    """The options that the tokens of pairs depend on."""
 
-    @property
-    def chosen_key(self) -> str: ...
-
-    @property
-    def rejected_key(self) -> str: ...
+    prompt_key: str | None
+    chosen_key: str
+    rejected_key: str
+    input_template: str | None
+    apply_chat_template: bool
+    max_len: int
 
 
 @dataclass(frozen=True)
@@ -254,7 +263,7 @@ class PairRecord:
     tools: list[Any] | None = None
 
 
-def find_pair_columns(columns: Sequence[str], options: PairFormatOptions) -> PairColumns:
+def find_pair_columns(columns: Sequence[str], options: PairSettings) -> PairColumns:
     require_columns(
         columns,
         {
@@ -376,12 +385,15 @@ DEFAULT_LABEL_KEY = "label"
 SIGNS = {"+": 1.0, "-": 0.0}
 
 
-class StepFormatOptions(Protocol):
-    @property
-    def input_key(self) -> str: ...
+@dataclass(frozen=True)
+class StepSettings:
+    """The options that the tokens of judged steps depend on."""
 
-    @property
-    def label_key(self) -> str: ...
+    input_key: str
+    label_key: str
+    placeholder_token: str
+    reward_tokens: Sequence[str] | None
+    max_len: int
 
 
 @dataclass(frozen=True)
@@ -401,7 +413,7 @@ class StepColumns:
         return "columns " + " + ".join(self.names)
 
 
-def find_step_columns(columns: Sequence[str], options: StepFormatOptions) -> StepColumns:
+def find_step_columns(columns: Sequence[str], options: StepSettings) -> StepColumns:
     keys = {"--input_key": options.input_key, "--label_key": options.label_key}
     asked = (options.input_key, options.label_key) != (DEFAULT_INPUT_KEY, DEFAULT_LABEL_KEY)
     if asked or all(name in columns for name in keys.values()):

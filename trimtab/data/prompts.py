@@ -7,12 +7,14 @@ A prompt longer than `--prompt_max_len` is left out and counted: half a question
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from trimtab.config.jobs import GenerateOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.chat_template import in_template
 from trimtab.data.conversion import conditioned
 from trimtab.data.data_files import SelectedRows, locations_of
@@ -46,53 +48,6 @@ SOURCE_COLUMNS = ("datasource", "data_source", SOURCE_COLUMN)  # the first that 
 
 
 PADDLE_LABEL = "tgt"
-
-
-class PromptTextOptions(Protocol):
-    """What a prompt's text depends on. `num_workers` may be there too."""
-
-    @property
-    def input_key(self) -> str: ...
-
-    @property
-    def label_key(self) -> str | None: ...
-
-    @property
-    def input_template(self) -> str | None: ...
-
-    @property
-    def apply_chat_template(self) -> bool: ...
-
-    @property
-    def prompt_max_len(self) -> int: ...
-
-
-class PromptLoadOptions(PromptTextOptions, Protocol):
-    """And where prompts come from."""
-
-    @property
-    def prompt_data(self) -> str: ...
-
-    @property
-    def prompt_data_probs(self) -> str | None: ...
-
-    @property
-    def prompt_split(self) -> str: ...
-
-    @property
-    def eval_dataset(self) -> str | None: ...
-
-    @property
-    def eval_split(self) -> str: ...
-
-    @property
-    def max_samples(self) -> int: ...
-
-    @property
-    def eval_max_samples(self) -> int | None: ...
-
-    @property
-    def seed(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -258,12 +213,12 @@ def _piece(values: np.ndarray, offsets: np.ndarray, index: int) -> np.ndarray:
 PromptDatasets = tuple[dict[str, "PromptDataset"], dict[str, PromptReport]]
 
 
-def load_prompt_datasets(options: PromptLoadOptions, tokenizer: PreTrainedTokenizerBase) -> PromptDatasets:
+def load_prompt_datasets(options: RLOptions, tokenizer: PreTrainedTokenizerBase) -> PromptDatasets:
     """The prompts to train on ("train") and, where --eval_dataset is given, those to measure with ("evaluation")."""
     return build_prompt_datasets(load_prompt_rows(options), tokenizer, options)
 
 
-def load_prompt_rows(options: PromptLoadOptions) -> dict[str, Dataset]:
+def load_prompt_rows(options: RLOptions) -> dict[str, Dataset]:
     found = {
         "train": load_rows(
             options.prompt_data,
@@ -289,7 +244,7 @@ def load_prompt_rows(options: PromptLoadOptions) -> dict[str, Dataset]:
 
 
 def build_prompt_datasets(
-    found: dict[str, Dataset], tokenizer: PreTrainedTokenizerBase, options: PromptLoadOptions
+    found: dict[str, Dataset], tokenizer: PreTrainedTokenizerBase, options: RLOptions
 ) -> PromptDatasets:
     built = {what: build_prompt_dataset(rows, tokenizer, options, what=what) for what, rows in found.items()}
     stores = {what: store for what, (store, _) in built.items()}
@@ -303,7 +258,7 @@ def build_prompt_datasets(
 def build_prompt_dataset(
     rows: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    options: PromptTextOptions,
+    options: RLOptions | GenerateOptions,
     *,
     what: str = "train",
     workers: int | None = None,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from datasets import Dataset
@@ -22,7 +22,14 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.chat_template import ChatRenderer, render_pair, render_whole
 from trimtab.data.data_files import Numbered, RowLocations, located
-from trimtab.data.formats import Message, Rendering, SupervisedColumns, SupervisedRecord, read_supervised
+from trimtab.data.formats import (
+    Message,
+    Rendering,
+    SupervisedColumns,
+    SupervisedRecord,
+    SupervisedSettings,
+    read_supervised,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +37,6 @@ CHUNK_ROWS = 1000
 PARALLEL_ROWS = 30_000  # starting workers costs several seconds; below this, one process is done sooner
 MOST_WORKERS = 8
 DEFAULT_INPUT_TEMPLATES = ("User: {}\nAssistant: ", "User: {}\\nAssistant: ")
-
-
-class RenderOptions(Protocol):
-    @property
-    def input_template(self) -> str | None: ...
-
-    @property
-    def apply_chat_template(self) -> bool: ...
-
-    @property
-    def multiturn(self) -> bool: ...
 
 
 class RowRenderer:
@@ -113,7 +109,7 @@ class SupervisedRenderer(AnswerRenderer):
     """Rows of any supervised layout."""
 
     def __init__(
-        self, columns: SupervisedColumns, tokenizer: PreTrainedTokenizerBase, options: RenderOptions, what: str
+        self, columns: SupervisedColumns, tokenizer: PreTrainedTokenizerBase, options: SupervisedSettings, what: str
     ):
         literal = columns.literal and options.input_template in DEFAULT_INPUT_TEMPLATES
         super().__init__(

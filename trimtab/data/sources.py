@@ -10,13 +10,14 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import pyarrow
 from datasets import Dataset, DatasetDict
 
 from trimtab.config.data_options import no_data_in, refuse_empty
+from trimtab.config.jobs import SupervisedOptions
 from trimtab.data.data_files import (
     InFiles,
     Interleaved,
@@ -291,26 +292,6 @@ SPLIT_FLAGS = {
 PROBABILITY_SLACK = 0.01  # "0.33,0.33,0.33" is meant as thirds
 
 
-class EvaluationOptions(Protocol):
-    @property
-    def dataset(self) -> str: ...
-
-    @property
-    def dataset_split(self) -> str: ...
-
-    @property
-    def eval_dataset(self) -> str | None: ...
-
-    @property
-    def eval_split(self) -> str: ...
-
-    @property
-    def eval_max_samples(self) -> int | None: ...
-
-    @property
-    def seed(self) -> int: ...
-
-
 def load_rows(
     sources: str,
     *,
@@ -341,7 +322,7 @@ def load_rows(
     return rows
 
 
-def load_evaluation_rows(options: EvaluationOptions) -> Dataset | None:
+def load_evaluation_rows(options: SupervisedOptions) -> Dataset | None:
     """Rows of `--eval_dataset`, or without it the `test` splits that the training sources carry, or None."""
     if options.eval_dataset:
         return load_rows(

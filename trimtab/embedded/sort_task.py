@@ -64,7 +64,6 @@ RESPONSE_TEMPLATE = {
 """How the model calls tools, in its few characters: `call NAME PARAMETER VALUE, PARAMETER VALUE>`."""
 
 SHORTEST, LONGEST = 5, 8
-LONGEST_ANSWER_TOKENS = LONGEST + 1  # the digits and the end of the turn
 
 # One pass over these rows in steps of 64 is the recipe that works: 300 steps at a peak learning rate of 2e-3.
 TRAIN_ROWS = 19_200

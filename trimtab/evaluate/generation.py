@@ -8,7 +8,7 @@ the text that the model read, or the conversation), the answer (`output`) and it
 import dataclasses
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from trimtab.config.resolved_config import shown
 from trimtab.data.chat_template import in_template
 from trimtab.data.data_files import located, locations_of
 from trimtab.data.dataset import rows_hash, settings_of, up_to_answer
-from trimtab.data.formats import Message, SupervisedRecord, find_supervised_columns, read_supervised
+from trimtab.data.formats import Message, SupervisedKeys, SupervisedRecord, find_supervised_columns, read_supervised
 from trimtab.data.prompts import PromptDataset, PromptReport, build_prompt_dataset
 from trimtab.data.rendering import AnswerRenderer, as_messages, tokenize_renderings
 from trimtab.data.sources import load_rows
@@ -394,15 +394,6 @@ def rehearse_scoring(options: GenerateOptions) -> list[str]:
     return [f"{len(rows):,} answers ({rows.columns.description})"]
 
 
-@dataclass(frozen=True)
-class Keys:
-    """The options that say where a row keeps its parts."""
-
-    input_key: str
-    output_key: str | None
-    pretrain_mode: bool = False
-
-
 class AnswerRows:
     """The rows to score."""
 
@@ -415,7 +406,9 @@ class AnswerRows:
             seed=options.seed,
         )
         self.places = locations_of(self.rows, "the answers")
-        self.columns = find_supervised_columns(self.rows.column_names, settings_of(Keys, options), self.rows[0])
+        self.columns = find_supervised_columns(
+            self.rows.column_names, settings_of(SupervisedKeys, options), self.rows[0]
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
