@@ -5,17 +5,19 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 
 @contextlib.contextmanager
-def answering(answer: Callable[[dict], dict]) -> Iterator[str]:
-    """The server's address."""
+def answering(answer: Callable[..., Any], with_request: bool = False) -> Iterator[str]:
+    """The server's address. An answer that gets the request too, its path and headers, gives a status and an object."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            content = json.dumps(answer(body)).encode()
-            self.send_response(200)
+            status, reply = answer(body, self) if with_request else (200, answer(body))
+            content = json.dumps(reply).encode()
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

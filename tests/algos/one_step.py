@@ -61,13 +61,33 @@ def trl_arguments(folder: Path) -> dict:
     }
 
 
-def trl_step(make_trainer: Callable[[Dataset], object], rows: list[dict]) -> Step:
+def trl_step(trainer_class: type, models: list[nn.Module], arguments: object, rows: list[dict]) -> Step:
     """Loss and gradient of a trainer, averaged over its batches if it has more than one."""
-    trainer = make_trainer(Dataset.from_list(rows))
+    tokenizer = make_tokenizer()
+    trainer = trainer_class(*models, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     model, losses = trainer.model.train(), []
     for batch in trainer.get_train_dataloader():
         losses.append(trainer.compute_loss(model, trainer._prepare_inputs(batch)))
     return step_of(model, sum(losses) / len(losses))
+
+
+def values_and_slopes(loss: Callable[[Tensor], Tensor], inputs: list) -> tuple[Tensor, Tensor]:
+    """`loss` of one tensor of inputs, its values and its derivative."""
+    x = torch.tensor(inputs, requires_grad=True)
+    found = loss(x)
+    found.sum().backward()
+    return found.detach(), x.grad
+
+
+def assert_values_and_slopes(loss: Callable[[Tensor], Tensor], inputs: list, values: list, slopes: list) -> None:
+    expected = torch.tensor(values), torch.tensor(slopes)
+    torch.testing.assert_close(values_and_slopes(loss, inputs), expected, atol=1e-5, rtol=1e-5)
+
+
+def assert_same_function(loss: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], inputs: list) -> None:
+    """In values and derivative."""
+    found, expected = (values_and_slopes(one, inputs) for one in (loss, other))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def assert_same_step(ours: tuple[dict[str, Tensor], dict], expected: Step) -> None:

@@ -6,7 +6,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.algos.one_step import STEP, answer_log_probs, assert_same_step, causal_lm, rows_of, step_of
+from tests.algos.one_step import (
+    STEP,
+    answer_log_probs,
+    assert_same_function,
+    assert_same_step,
+    assert_values_and_slopes,
+    causal_lm,
+    rows_of,
+    step_of,
+    values_and_slopes,
+)
 from tests.train.job_run import make_run, step_gradient, write_model, write_rows
 from trimtab.algos.supervised_losses import divergence, forward_kl, jensen_shannon, reverse_kl
 from trimtab.config.jobs import KDOptions
@@ -61,28 +71,20 @@ DISTANCES = {
 @pytest.mark.parametrize("name", DISTANCES)
 def test_distances_equal_their_closed_forms(name):
     distance, plain = DISTANCES[name]
-    expected = [plain(probabilities(s), probabilities(t)) for s, t in zip(STUDENT, TEACHER)]
-    student = torch.tensor(STUDENT, requires_grad=True)
-    found = distance(student, torch.tensor(TEACHER))
-    found.sum().backward()
-    torch.testing.assert_close(found, torch.tensor([value for value, _ in expected]), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(student.grad, torch.tensor([slopes for _, slopes in expected]), atol=1e-5, rtol=1e-5)
+    values, slopes = zip(*(plain(probabilities(s), probabilities(t)) for s, t in zip(STUDENT, TEACHER)))
+    assert_values_and_slopes(lambda student: distance(student, torch.tensor(TEACHER)), STUDENT, values, slopes)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 0.9, 1.0])
 def test_jsd_equals_trls(beta):
     from trl.experimental.gkd import GKDTrainer
 
-    results = []
-    for theirs in (True, False):
-        student, teacher = torch.tensor(STUDENT, requires_grad=True), torch.tensor(TEACHER)
-        if theirs:
-            loss = GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, reduction="sum")
-        else:
-            loss = jensen_shannon(student, teacher, beta).sum()
-        loss.backward()
-        results.append((loss, student.grad))
-    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+    teacher = torch.tensor(TEACHER)
+    assert_same_function(
+        lambda student: jensen_shannon(student, teacher, beta).sum(),
+        lambda student: GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, reduction="sum"),
+        STUDENT,
+    )
 
 
 def test_at_its_ends_jsd_is_one_kl_divergence_and_near_them_it_tends_to_it():
@@ -100,19 +102,15 @@ def test_at_its_ends_jsd_is_one_kl_divergence_and_near_them_it_tends_to_it():
 
 def test_equal_distributions_have_distance_zero_and_no_gradient():
     for name in ("reverse_kl", "jsd"):
-        student = torch.tensor(STUDENT, requires_grad=True)
-        distance = divergence(name)(student, torch.tensor(STUDENT))
-        distance.sum().backward()
-        torch.testing.assert_close(distance, torch.zeros(3), atol=1e-6, rtol=0)
-        torch.testing.assert_close(student.grad, torch.zeros(3, 4), atol=1e-6, rtol=0)
+        found = values_and_slopes(lambda student: divergence(name)(student, torch.tensor(STUDENT)), STUDENT)  # noqa: B023
+        torch.testing.assert_close(found, (torch.zeros(3), torch.zeros(3, 4)), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
 def test_tokens_that_a_side_calls_impossible_leave_the_gradient_finite(name):
     logits = [[200.0, -200.0, 0.0], [-200.0, 200.0, 0.0]]
-    student = torch.tensor(logits, requires_grad=True)
-    divergence(name)(student, torch.tensor(logits[::-1])).sum().backward()
-    assert student.grad.isfinite().all()
+    _, slopes = values_and_slopes(lambda student: divergence(name)(student, torch.tensor(logits[::-1])), logits)
+    assert slopes.isfinite().all()
 
 
 # ---- a training step

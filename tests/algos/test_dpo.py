@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from tests.algos.one_step import (
     STEP,
     answer_log_probs,
+    assert_same_function,
     assert_same_step,
+    assert_values_and_slopes,
     causal_lm,
     chat_ids,
     rows_of,
@@ -28,10 +30,10 @@ from tests.algos.one_step import (
 from tests.train.job_run import make_run, preference_rows, step_gradient, write_model, write_rows
 from trimtab.algos.supervised_losses import dpo_loss, ipo_loss, log_odds_ratio
 from trimtab.config.jobs import DPOOptions
-from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.supervised_tasks import DPOTask
 
 H = [-7.5, -0.3, 0.0, 0.2, 4.0]
+ONE_PAIR = {"label_smoothing": 0.2, "per_device_train_batch_size": 1}
 MEANS = [(-0.4, -2.3), (-3.0, -0.01), (-0.05, -0.06), (-8.0, -9.0)]
 
 
@@ -54,15 +56,6 @@ def ours(folder, words):
 
 def sigmoid(x):
     return 1 / (1 + math.exp(-x))
-
-
-def assert_values_and_slopes(loss, inputs, values, slopes):
-    """`loss` of one tensor of inputs [P], its values and its derivative."""
-    x = torch.tensor(inputs, requires_grad=True)
-    found = loss(x)
-    found.sum().backward()
-    torch.testing.assert_close(found, torch.tensor(values), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(x.grad, torch.tensor(slopes), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("smoothing, margin", [(0.0, 0.0), (0.2, 0.0), (0.0, 0.7)])
@@ -107,36 +100,23 @@ def test_functions_equal_trls_cpo_loss(kind, margin):
     smoothing = 0.0 if kind == "ipo" else 0.15
     settings = {"alpha": 0.0, "loss_type": kind, "simpo_gamma": margin, "beta": 0.6, "label_smoothing": smoothing}
     trainer = SimpleNamespace(**settings, accelerator=SimpleNamespace(device="cpu"))
-    results = []
-    for theirs in (True, False):
-        pairs = torch.tensor(MEANS, requires_grad=True)
-        chosen, rejected = pairs.unbind(1)
-        if theirs:
-            losses = CPOTrainer.cpo_loss(trainer, chosen, rejected)[0]
-        elif kind == "ipo":
-            losses = ipo_loss(chosen - rejected, 0.6)
-        else:
-            losses = dpo_loss(chosen - rejected, 0.6, smoothing, margin)
-        losses.sum().backward()
-        results.append((losses, pairs.grad))
-    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+
+    def ours(pairs):
+        h = pairs[:, 0] - pairs[:, 1]
+        return ipo_loss(h, 0.6) if kind == "ipo" else dpo_loss(h, 0.6, smoothing, margin)
+
+    assert_same_function(ours, lambda pairs: CPOTrainer.cpo_loss(trainer, *pairs.unbind(1))[0], MEANS)
 
 
 def test_the_odds_ratio_term_equals_trls():
     from trl.experimental.orpo import ORPOTrainer
 
     trainer = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))
-    results = []
-    for theirs in (True, False):
-        pairs = torch.tensor(MEANS, requires_grad=True)
-        chosen, rejected = pairs.unbind(1)
-        if theirs:
-            losses = -ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0]
-        else:
-            losses = 0.3 * dpo_loss(log_odds_ratio(chosen, rejected), beta=1.0)
-        losses.sum().backward()
-        results.append((losses, pairs.grad))
-    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+    assert_same_function(
+        lambda pairs: 0.3 * dpo_loss(log_odds_ratio(*pairs.unbind(1)), beta=1.0),
+        lambda pairs: -ORPOTrainer.odds_ratio_loss(trainer, *pairs.unbind(1))[0],
+        MEANS,
+    )
 
 
 # ---- a training step
@@ -244,16 +224,9 @@ def test_a_model_with_dropout_starts_at_log_2(folder, words):
     assert abs(first_loss("--keep_dropout") - math.log(2)) > 1e-4
 
 
-def dpo_trainer(folder, **settings):
-    from trl import DPOConfig, DPOTrainer
-
-    arguments = DPOConfig(**trl_arguments(folder) | settings)
-    models = causal_lm(folder / "model"), causal_lm(folder / "reference")
-    return lambda rows: DPOTrainer(*models, arguments, train_dataset=rows, processing_class=make_tokenizer())
-
-
-def without_margin(folder):
-    return [{k: v for k, v in row.items() if k != "margin"} for row in rows_of(folder)]
+def of_trl(folder, trainer, arguments, names=("model",)):
+    rows = [{k: v for k, v in row.items() if k != "margin"} for row in rows_of(folder)]
+    return trl_step(trainer, [causal_lm(folder / name) for name in names], arguments, rows)
 
 
 @pytest.mark.parametrize(
@@ -262,18 +235,15 @@ def without_margin(folder):
         ("--beta 0.5", {"beta": 0.5}),
         ("--nll_loss_coef 0.3", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}),
         ("--preference_loss ipo_mean --beta 0.2", {"loss_type": ["ipo"], "beta": 0.2}),
+        # Of one pair, TRL's `aot` is cDPO: there is nothing to sort.
+        ("--beta 0.3 --label_smoothing 0.2", {"loss_type": ["aot"], **ONE_PAIR, "beta": 0.3}),
     ],
 )
 def test_a_step_equals_trls_dpo_trainer(folder, words, settings):
-    expected = trl_step(dpo_trainer(folder, **settings), without_margin(folder))
-    assert_same_step(ours(folder, words), expected)
+    from trl import DPOConfig, DPOTrainer
 
-
-def test_a_step_with_label_smoothing_equals_trls_trainer_pair_by_pair(folder):
-    """Of one pair, TRL's `aot` is cDPO: there is nothing to sort."""
-    settings = {"loss_type": ["aot"], "label_smoothing": 0.2, "beta": 0.3, "per_device_train_batch_size": 1}
-    expected = trl_step(dpo_trainer(folder, **settings), without_margin(folder))
-    assert_same_step(ours(folder, "--beta 0.3 --label_smoothing 0.2"), expected)
+    arguments = DPOConfig(**trl_arguments(folder) | settings)
+    assert_same_step(ours(folder, words), of_trl(folder, DPOTrainer, arguments, ("model", "reference")))
 
 
 def test_a_simpo_step_equals_trls_cpo_trainer(folder):
@@ -282,12 +252,7 @@ def test_a_simpo_step_equals_trls_cpo_trainer(folder):
     arguments = CPOConfig(
         **trl_arguments(folder) | {"max_length": 64}, loss_type="simpo", beta=2.0, simpo_gamma=0.6, cpo_alpha=0.0
     )
-    model, tokenizer = causal_lm(folder / "model"), make_tokenizer()
-    expected = trl_step(
-        lambda rows: CPOTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer),
-        without_margin(folder),
-    )
-    assert_same_step(ours(folder, CASES["simpo"][0]), expected)
+    assert_same_step(ours(folder, CASES["simpo"][0]), of_trl(folder, CPOTrainer, arguments))
 
 
 def test_the_odds_ratio_term_of_an_orpo_step_equals_trls_trainer(folder):
@@ -303,9 +268,4 @@ def test_the_odds_ratio_term_of_an_orpo_step_equals_trls_trainer(folder):
             return nll - self.odds_ratio_loss(chosen, rejected)[0].mean()
 
     arguments = ORPOConfig(**trl_arguments(folder) | {"max_length": 64}, beta=0.25)
-    model, tokenizer = causal_lm(folder / "model"), make_tokenizer()
-    expected = trl_step(
-        lambda rows: WithAnswerNLL(model, arguments, train_dataset=rows, processing_class=tokenizer),
-        without_margin(folder),
-    )
-    assert_same_step(ours(folder, CASES["orpo"][0]), expected)
+    assert_same_step(ours(folder, CASES["orpo"][0]), of_trl(folder, WithAnswerNLL, arguments))

@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from tests.algos.one_step import answer_log_probs, causal_lm, step_of
+from tests.algos.one_step import answer_log_probs, causal_lm, step_of, trl_arguments
 from tests.train.job_run import relative_difference, write_model
 from trimtab.algos.group_rewards import SHAPED_BY
 from trimtab.algos.policy_losses import kl_estimate, ppo_loss
@@ -98,18 +98,9 @@ def assert_same_gradient(model: nn.Module, loss: Tensor, trl: SimpleNamespace) -
 
 
 def arguments(folder) -> dict:
-    return {
-        "output_dir": str(folder / "trl"),
-        "per_device_train_batch_size": len(ANSWERS),
-        "num_generations": SAMPLES,
-        "num_iterations": 2,  # so that log-probs at sampling are kept
-        "max_completion_length": LIMIT,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
+    own = {"per_device_train_batch_size": len(ANSWERS), "num_generations": SAMPLES, "max_completion_length": LIMIT}
+    common = {name: value for name, value in trl_arguments(folder).items() if name != "max_length"}
+    return common | own | {"num_iterations": 2}  # so that log-probs at sampling are kept
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.algos.one_step import (
     STEP,
     answer_log_probs,
     assert_same_step,
+    assert_values_and_slopes,
     causal_lm,
     chat_ids,
     rows_of,
@@ -23,18 +24,20 @@ from tests.algos.one_step import (
 from tests.train.job_run import labelled_rows, make_run, step_gradient, write_model, write_rows
 from trimtab.algos.supervised_losses import kl_baseline, kto_loss
 from trimtab.config.jobs import KTOOptions
-from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.supervised_tasks import KTOTask
 
 RATIOS = [-3.0, -0.2, 0.0, 0.4, 6.0, -900.0, 900.0]
 WEIGHTS = "--beta 0.3 --desirable_loss_weight 1.5 --undesirable_loss_weight 0.7"
 
 
-def write_task(folder, seeds=(0, 1)):
-    """Of the policy and the reference. The KL estimate of these rows is above zero; with seeds exchanged, below."""
-    write_model(folder / "model", seed=seeds[0])
-    write_model(folder / "reference", seed=seeds[1])
+@pytest.fixture(scope="module", params=[(0, 1)])
+def folder(request, tmp_path_factory):
+    """Of seeds of the policy and the reference. The KL estimate of these rows is above zero; exchanged, below."""
+    folder = tmp_path_factory.mktemp("kto")
+    for name, seed in zip(("model", "reference"), request.param):
+        write_model(folder / name, seed=seed)
     write_rows(folder / "train.jsonl", labelled_rows(8))
+    return folder
 
 
 def ours(folder, words=WEIGHTS):
@@ -51,12 +54,9 @@ def test_the_loss_equals_its_closed_form(good):
         s = 1 / (1 + math.exp(-gain))
         values.append(weights[good] * (1 - s))
         slopes.append(weights[good] * beta * s * (1 - s) * (-1 if good else 1))
-    ratios = torch.tensor(RATIOS, requires_grad=True)
-    labels = torch.full(ratios.shape, good)
-    losses = kto_loss(ratios, labels, torch.tensor(z), beta, weights[True], weights[False])
-    losses.sum().backward()
-    torch.testing.assert_close(losses, torch.tensor(values), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(ratios.grad, torch.tensor(slopes), atol=1e-5, rtol=1e-5)
+    labels = torch.full((len(RATIOS),), good)
+    loss = lambda ratios: kto_loss(ratios, labels, torch.tensor(z), beta, weights[True], weights[False])  # noqa: E731
+    assert_values_and_slopes(loss, RATIOS, values, slopes)
 
 
 def test_the_baseline_is_never_below_zero_and_has_no_gradient():
@@ -86,56 +86,46 @@ def plain_step(folder, order):
     z = max(0.0, kl)
     total = 0.0
     for row, sequence in zip(rows, sequences):
-        if row["label"]:
-            total = total + 1.5 * (1 - 1 / (1 + torch.exp(-0.3 * (ratio(sequence) - z))))
-        else:
-            total = total + 0.7 * (1 - 1 / (1 + torch.exp(-0.3 * (z - ratio(sequence)))))
+        weight, sign = (1.5, 1) if row["label"] else (0.7, -1)
+        total = total + weight * (1 - 1 / (1 + torch.exp(-0.3 * sign * (ratio(sequence) - z))))
     return step_of(model, total / len(rows)), kl
 
 
-@pytest.mark.parametrize("seeds, above_zero", [((0, 1), True), ((1, 0), False)])
-def test_a_step_equals_the_formula_over_its_answers(tmp_path, seeds, above_zero):
-    write_task(tmp_path, seeds)
-    run = ours(tmp_path)
-    expected, kl = plain_step(tmp_path, run.order.step_samples(0))
-    assert (kl > 0.1) if above_zero else (kl < -0.1), "both sides of the clamp are tried"
+@pytest.mark.parametrize("folder, sign", [((0, 1), 1), ((1, 0), -1)], indirect=["folder"])
+def test_a_step_equals_the_formula_over_its_answers(folder, sign):
+    run = ours(folder)
+    expected, kl = plain_step(folder, run.order.step_samples(0))
+    assert sign * kl > 0.1, "both sides of the clamp are tried"
     found = step_gradient(run)
     assert found[1]["kl"] == pytest.approx(max(0.0, kl), abs=1e-5)
     assert_same_step(found, expected)
 
 
-def test_a_step_equals_trls_trainer(tmp_path):
+def test_a_step_equals_trls_trainer(folder):
     from trl import KTOConfig, KTOTrainer
 
-    write_task(tmp_path)
-    run = ours(tmp_path)
+    run = ours(folder)
     arguments = KTOConfig(
-        **trl_arguments(tmp_path), beta=0.3, desirable_weight=1.5, undesirable_weight=0.7, loss_type="kto"
+        **trl_arguments(folder), beta=0.3, desirable_weight=1.5, undesirable_weight=0.7, loss_type="kto"
     )
-    policy, reference = causal_lm(tmp_path / "model"), causal_lm(tmp_path / "reference")
-    rows = [rows_of(tmp_path)[i] for i in reversed(run.order.step_samples(0))]
-    expected = trl_step(
-        lambda data: KTOTrainer(policy, reference, arguments, train_dataset=data, processing_class=make_tokenizer()),
-        rows,
-    )
-    assert_same_step(step_gradient(run), expected)
+    models = causal_lm(folder / "model"), causal_lm(folder / "reference")
+    rows = [rows_of(folder)[i] for i in reversed(run.order.step_samples(0))]
+    assert_same_step(step_gradient(run), trl_step(KTOTrainer, models, arguments, rows))
 
 
-def test_an_answer_alone_in_its_step_has_no_kl_estimate(tmp_path):
+def test_an_answer_alone_in_its_step_has_no_kl_estimate(folder):
     """Its only partner would be itself."""
-    write_task(tmp_path)
-    run = ours(tmp_path, "--train_batch_size 1 --micro_train_batch_size 1")
+    run = ours(folder, "--train_batch_size 1 --micro_train_batch_size 1")
     assert step_gradient(run)[1]["kl"] == 0
 
 
-def test_an_evaluation_set_larger_than_a_step_is_paired_step_by_step(tmp_path):
+def test_an_evaluation_set_larger_than_a_step_is_paired_step_by_step(folder, tmp_path):
     """Every figure is a mean over all answers, each compared with the KL estimate of its own eight."""
-    write_task(tmp_path)
     rows = labelled_rows(16)
 
     def evaluated(name, rows):
         write_rows(tmp_path / name, rows)
-        return ours(tmp_path, f"{WEIGHTS} --eval_dataset {tmp_path}/{name} --eval_split train").evaluate()
+        return ours(folder, f"{WEIGHTS} --eval_dataset {tmp_path}/{name} --eval_split train").evaluate()
 
     whole = evaluated("whole.jsonl", rows)
     halves = evaluated("first.jsonl", rows[:8]), evaluated("second.jsonl", rows[8:])

@@ -36,12 +36,3 @@ def test_loss_slope_and_clipped_tokens_equal_the_definition_by_cases(dual_clip):
     assert loss.tolist() == pytest.approx(list(losses), abs=1e-5)
     assert log_probs.grad.tolist() == pytest.approx(list(slopes), abs=1e-5)
     assert was_clipped.tolist() == list(stopped)
-
-
-def test_before_the_first_update_the_gradient_is_reinforces():
-    log_probs = torch.tensor([-1.0, -0.2, -3.0], requires_grad=True)
-    advantages = torch.tensor([2.0, -1.5, 0.3])
-    loss, was_clipped = ppo_loss(log_probs, log_probs.detach(), advantages, LOW, HIGH, dual_clip=3.0)
-    loss.sum().backward()
-    assert torch.equal(log_probs.grad, -advantages)
-    assert not was_clipped.any()

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
-from tests.algos.one_step import STEP, assert_same_step, causal_lm, rows_of, step_of
+from tests.algos.one_step import STEP, assert_same_step, assert_values_and_slopes, causal_lm, rows_of, step_of
+from tests.byte_tokenizer import byte_tokenizer
 from tests.train.job_run import make_run, step_gradient, step_rows, write_model, write_rows
 from trimtab.algos.supervised_losses import hard_step_loss, soft_step_loss
 from trimtab.config.jobs import PRMOptions
@@ -26,11 +25,8 @@ def test_the_hard_loss_equals_its_closed_form():
     labels = [0, 1, 0, 1]
     values = [-log_softmax(row)[k] for row, k in zip(LOGITS, labels)]
     slopes = [[math.exp(p) - (j == k) for j, p in enumerate(log_softmax(row))] for row, k in zip(LOGITS, labels)]
-    logits = torch.tensor(LOGITS, requires_grad=True)
-    losses = hard_step_loss(logits.log_softmax(-1), torch.tensor(labels, dtype=torch.float32))
-    losses.sum().backward()
-    torch.testing.assert_close(losses, torch.tensor(values), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(logits.grad, torch.tensor(slopes), atol=1e-5, rtol=1e-5)
+    labels = torch.tensor(labels, dtype=torch.float32)
+    assert_values_and_slopes(lambda x: hard_step_loss(x.log_softmax(-1), labels), LOGITS, values, slopes)
 
 
 def test_the_soft_loss_equals_its_closed_form_and_the_hard_one_at_its_ends():
@@ -40,13 +36,10 @@ def test_the_soft_loss_equals_its_closed_form_and_the_hard_one_at_its_ends():
         p = log_softmax(row)
         values.append(-(q * p[0] + (1 - q) * p[1]))
         slopes.append([math.exp(p[0]) - q, math.exp(p[1]) - (1 - q)])
-    logits = torch.tensor(LOGITS, requires_grad=True)
-    losses = soft_step_loss(logits.log_softmax(-1), torch.tensor(positive))
-    losses.sum().backward()
-    torch.testing.assert_close(losses, torch.tensor(values), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(logits.grad, torch.tensor(slopes), atol=1e-5, rtol=1e-5)
-    hard = hard_step_loss(logits.log_softmax(-1), torch.tensor([1, 1, 0, 0]))
-    torch.testing.assert_close(losses[1:3], hard[1:3])
+    soft = lambda x: soft_step_loss(x.log_softmax(-1), torch.tensor(positive))  # noqa: E731
+    assert_values_and_slopes(soft, LOGITS, values, slopes)
+    hard = hard_step_loss(torch.tensor(LOGITS).log_softmax(-1), torch.tensor([1, 1, 0, 0]))
+    torch.testing.assert_close(soft(torch.tensor(LOGITS))[1:3], hard[1:3])
 
 
 def run_of(folder, labels, words, padded_vocabulary=0):
@@ -102,13 +95,7 @@ def test_without_reward_tokens_a_step_is_taken_over_all_that_the_model_can_say(t
 
 def test_reward_tokens_are_the_tokens_that_the_tokenizer_makes_of_them(tmp_path):
     """A byte-level tokenizer has no token called "ки": it is made of bytes that have names of their own."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
-    core.train_from_iterator(["ки", "да"] * 9, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    tokenizer = byte_tokenizer(["ки", "да"] * 9, ["<eos>"], 300, eos_token="<eos>")
     write_model(tmp_path / "model", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(tmp_path / "model")
     write_rows(tmp_path / "train.jsonl", [{"input": "1+1=2?so 2?", "label": ["ки", "да"]}])

@@ -6,7 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.algos.one_step import STEP, assert_same_step, chat_ids, rows_of, step_of, trl_arguments, trl_step
+from tests.algos.one_step import (
+    STEP,
+    assert_same_step,
+    assert_values_and_slopes,
+    chat_ids,
+    rows_of,
+    step_of,
+    trl_arguments,
+    trl_step,
+)
 from tests.train.job_run import make_run, preference_rows, step_gradient, write_model, write_rows
 from trimtab.algos.supervised_losses import pairwise_loss
 from trimtab.config.jobs import RMOptions
@@ -47,11 +56,9 @@ def test_the_loss_equals_its_closed_form(margins):
         wrong = 1 / (1 + math.exp(c - r - m))
         values.append(math.log1p(math.exp(-(c - r - m))))
         slopes.append([-wrong, wrong])
-    pairs = torch.tensor([CHOSEN, REJECTED]).T.requires_grad_()
-    losses = pairwise_loss(pairs[:, 0], pairs[:, 1], None if margins is None else torch.tensor(margins))
-    losses.sum().backward()
-    torch.testing.assert_close(losses, torch.tensor(values), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(pairs.grad, torch.tensor(slopes), atol=1e-5, rtol=1e-5)
+    margin = None if margins is None else torch.tensor(margins)
+    pairs = [*zip(CHOSEN, REJECTED)]
+    assert_values_and_slopes(lambda x: pairwise_loss(x[:, 0], x[:, 1], margin), pairs, values, slopes)
 
 
 def test_a_hopeless_pair_has_a_finite_loss_and_gradient_in_half_precision_too():
@@ -64,12 +71,14 @@ def test_a_hopeless_pair_has_a_finite_loss_and_gradient_in_half_precision_too():
         assert scores.grad.tolist() == [-1, 1]
 
 
+def scores(model, row):
+    return [model(input_ids=chat_ids(row, name)[0][None]).logits[0, 0] for name in ("chosen", "rejected")]
+
+
 def plain_step(folder, with_margin):
     model, total, rows = classifier(folder), 0.0, rows_of(folder)
     for row in rows:
-        chosen, rejected = (
-            model(input_ids=chat_ids(row, name)[0][None]).logits[0, 0] for name in ("chosen", "rejected")
-        )
+        chosen, rejected = scores(model, row)
         difference = chosen - rejected - (row["margin"] if with_margin else 0)
         total = total + torch.log(1 + torch.exp(-difference))
     return step_of(model, total / len(rows))
@@ -86,25 +95,18 @@ def test_a_step_equals_trls_trainer(folder, with_margin):
 
     names = ("prompt", "chosen", "rejected", "margin")[: 4 if with_margin else 3]
     rows = [{name: row[name] for name in names} for row in rows_of(folder)]
-    arguments = RewardConfig(**trl_arguments(folder))
-    model = classifier(folder)
-    expected = trl_step(
-        lambda data: RewardTrainer(model, arguments, train_dataset=data, processing_class=make_tokenizer()), rows
-    )
+    expected = trl_step(RewardTrainer, [classifier(folder)], RewardConfig(**trl_arguments(folder)), rows)
     assert_same_step(ours(folder, "--margin_loss" if with_margin else ""), expected)
 
 
 def test_figures_describe_the_pairs(folder):
     model, rows = classifier(folder), rows_of(folder)
     with torch.no_grad():
-        scores = [
-            [model(input_ids=chat_ids(row, name)[0][None]).logits[0, 0].item() for name in ("chosen", "rejected")]
-            for row in rows
-        ]
+        chosen, rejected = torch.tensor([scores(model, row) for row in rows]).unbind(1)
     _, row = ours(folder)
-    assert row["accuracy"] == pytest.approx(sum(c > r for c, r in scores) / len(rows))
-    assert row["chosen_reward"] == pytest.approx(sum(c for c, _ in scores) / len(rows), abs=1e-5)
-    assert row["rejected_reward"] == pytest.approx(sum(r for _, r in scores) / len(rows), abs=1e-5)
+    assert row["accuracy"] == pytest.approx((chosen > rejected).float().mean().item())
+    assert row["chosen_reward"] == pytest.approx(chosen.mean().item(), abs=1e-5)
+    assert row["rejected_reward"] == pytest.approx(rejected.mean().item(), abs=1e-5)
 
 
 def test_margins_that_are_asked_for_must_be_in_the_data(folder, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.algos.one_step import step_of, trl_arguments
 from tests.samples import batch_of, random_examples
 from tests.tiny import tiny_model
 from trimtab.algos.supervised_losses import sft_loss_sum
@@ -17,14 +18,14 @@ def ours(model, batch):
     assert choose_path(policy).path == "packed"
     policy.train()
     loss = sft_loss_sum(policy(batch).log_probs_N) / batch.trained_tokens
-    loss.backward()
-    return loss.item(), {n.removeprefix("model."): p.grad.clone() for n, p in policy.named_parameters()}
+    gradients, value = step_of(policy, loss)
+    return {n.removeprefix("model."): gradient for n, gradient in gradients.items()}, value
 
 
 def assert_same(mine, theirs):
-    assert mine[0] == pytest.approx(theirs[0], abs=1e-5)
-    for name, gradient in theirs[1].items():
-        torch.testing.assert_close(mine[1][name], gradient, atol=1e-5, rtol=1e-5, msg=name)
+    assert mine[1] == pytest.approx(theirs[1], abs=1e-5)
+    for name, gradient in theirs[0].items():
+        torch.testing.assert_close(mine[0][name], gradient, atol=1e-5, rtol=1e-5, msg=name)
 
 
 def test_loss_and_gradients_equal_the_closed_form():
@@ -37,9 +38,7 @@ def test_loss_and_gradients_equal_the_closed_form():
             if trained[t]:
                 total = total - (logits[t - 1, ids[t]] - logits[t - 1].logsumexp(0))
                 count += 1
-    (total / count).backward()
-    expected = (total / count).item(), {n: p.grad.clone() for n, p in model.named_parameters()}
-    assert_same(ours(tiny_model("llama"), batch), expected)
+    assert_same(ours(tiny_model("llama"), batch), step_of(model, total / count))
 
 
 def test_loss_and_gradients_equal_trls_trainer(tmp_path):
@@ -53,13 +52,9 @@ def test_loss_and_gradients_equal_trls_trainer(tmp_path):
         [{"input_ids": ids.tolist(), "completion_mask": trained.astype(int).tolist()} for ids, trained in examples]
     )
     model = tiny_model("llama")
-    arguments = SFTConfig(
-        str(tmp_path), per_device_train_batch_size=len(LENGTHS), completion_only_loss=True, use_cpu=True, bf16=False,
-        gradient_checkpointing=False, report_to=[], max_length=None,
-    )  # fmt: skip
+    own = {"per_device_train_batch_size": len(LENGTHS), "completion_only_loss": True}
+    arguments = SFTConfig(**trl_arguments(tmp_path) | own)
     trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=make_tokenizer())
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    loss = trainer.compute_loss(trainer.model.train(), inputs)
-    loss.backward()
-    expected = loss.item(), {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
+    expected = step_of(trainer.model, trainer.compute_loss(trainer.model.train(), inputs))
     assert_same(ours(tiny_model("llama"), batch_of(LENGTHS)), expected)

@@ -86,30 +86,30 @@ REDUCTIONS = pytest.mark.parametrize(
 )
 
 
-@REDUCTIONS
-@pytest.mark.parametrize("group", [2, 3])
-def test_the_second_term_of_ctl_has_mean_zero_for_every_group_size(world, reduction, steps, group):
+def second_term(world: World, reduction: str, group: int) -> tuple[Tensor, Tensor]:
+    """Its gradient for the first answers, and on average."""
     policy, proposal, rewards = world.table(1), world.table(2), world.rewards()
 
-    def second_term(chosen: list[int]) -> Tensor:
+    def loss_of(chosen: list[int]) -> Tensor:
         arguments = (world, policy, proposal, chosen, group, rewards, -1.0, reduction)
         return proposal_loss(*arguments) - proposal_loss(*arguments, second_term=False)
 
-    one = gradient(second_term([0, 1, 2][:group]), proposal)
+    mean = mean_over_groups(world, proposal, group, loss_of)
+    return gradient(loss_of([0, 1, 2][:group]), proposal), gradient(mean, proposal)
+
+
+@pytest.mark.short(4)
+@REDUCTIONS
+@pytest.mark.parametrize("group", [2, 3])
+def test_the_second_term_of_ctl_has_mean_zero_for_every_group_size(world, reduction, steps, group):
+    one, mean = second_term(world, reduction, group)
     assert one.abs().max() > 0.01
-    mean = gradient(mean_over_groups(world, proposal, group, second_term), proposal)
     torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("group", [2, 3])
 def test_over_the_mean_of_tokens_of_uneven_answers_the_second_term_of_ctl_is_more_than_noise(group):
-    policy, proposal, rewards = RAGGED.table(1), RAGGED.table(2), RAGGED.rewards()
-
-    def second_term(chosen: list[int]) -> Tensor:
-        arguments = (RAGGED, policy, proposal, chosen, group, rewards, -1.0, "token_mean")
-        return proposal_loss(*arguments) - proposal_loss(*arguments, second_term=False)
-
-    mean = gradient(mean_over_groups(RAGGED, proposal, group, second_term), proposal)
+    _, mean = second_term(RAGGED, "token_mean", group)
     assert mean.abs().max() > 0.001
 
 

@@ -2,17 +2,14 @@
 
 import io
 import json
-import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.config.every_job import EVERY_JOB
-from tests.docs.pages import DOCS, blocks, runnable
+from tests.docs.pages import blocks, runnable
 from trimtab.cli.main import main
-from trimtab.config.option import find
 from trimtab.embedded.sort_task import make_model, make_tokenizer
 from trimtab.envs.types import Task, Turn
 from trimtab.train.metrics import read_rows
@@ -87,14 +84,6 @@ def test_the_tools_of_the_page_work_on_the_model_of_the_quickstart(tmp_path, mon
         assert main([*words[1:], *few]) == 0, capsys.readouterr().err
     (first, *_) = read_rows(Path("my-tool-user/metrics.jsonl"))
     assert first["turns"] >= 1 and "tool_calls" in first
-
-
-def test_every_option_of_the_page_exists_and_every_link_leads_somewhere():
-    text = (DOCS / "agents.md").read_text()
-    unknown = {name for name in re.findall(r"--(\w+)", text) if not any(find(job, name) for job in EVERY_JOB)}
-    assert unknown <= {"model"}
-    for target in re.findall(r"\]\(([\w./]+)\)", text):
-        assert (DOCS / target).exists(), target
 
 
 @pytest.mark.long

@@ -24,7 +24,6 @@ SCALED = """--pretrain task/model --nproc 1 --ds_tensor_parallel_size 1 --zero_s
 def folder(tmp_path, monkeypatch) -> Path:
     """The repository's examples, the user's own file, and puzzles as the public sets have them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
     Path("examples").symlink_to(DOCS.parent / "examples")
     Path("grpo_argument.yaml").symlink_to("examples/paddlenlp/grpo_argument.yaml")
     knights_task.write("task", train=8, test=2)

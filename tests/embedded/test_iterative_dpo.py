@@ -11,7 +11,6 @@ ROUNDS, PROMPTS = 3, 256
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
 
     def run(*words: object) -> str:
         code = main([str(word) for word in words])

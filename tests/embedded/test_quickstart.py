@@ -10,11 +10,6 @@ from trimtab.cli.main import main
 from trimtab.cli.quickstart import SHOWN, Lesson, readable_command
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-
-
 def lesson(folder) -> Lesson:
     return Lesson(Namespace(folder=folder, seed=3, steps=2, iterations=2))
 

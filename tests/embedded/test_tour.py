@@ -11,11 +11,6 @@ from trimtab.embedded import sort_task
 RUNS = ("sft", "grpo", "ppo", "dpo", "kto")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-
-
 def closing_table(output: str) -> dict[str, int]:
     """Held-out success in per cent, by method."""
     rows = re.findall(r"^(SFT|SFT, \w+) {2,}\S.*? (\d+)% +\d+ *$", output, re.MULTILINE)

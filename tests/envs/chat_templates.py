@@ -2,8 +2,9 @@
 
 import re
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from tests.byte_tokenizer import byte_tokenizer
 
 NAMES = re.compile(
     r"<[|｜][^<>'\"]*?[|｜]?>|<(?:start_of_turn|end_of_turn|bos|eos|end_of_utterance)>|<[a-z_]+\|>|\[/?[A-Z_]+\]"
@@ -31,18 +32,8 @@ def tokenizer_of(template: str | None) -> PreTrainedTokenizerFast:
     """Its EOS token is what ends a turn there."""
     eos = next((end for end in ENDS if end in (template or "")), "</s>")
     special = sorted({*NAMES.findall(template or ""), "<pad>", "<s>", "</s>", eos})
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=[AddedToken(name, special=True, normalized=False) for name in special],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["The quick brown fox answers: yes, it is four. user assistant"] * 3, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=eos, bos_token="<s>", pad_token="<pad>", clean_up_tokenization_spaces=False
-    )
+    marks = {"eos_token": eos, "bos_token": "<s>", "pad_token": "<pad>", "clean_up_tokenization_spaces": False}
+    texts = ["The quick brown fox answers: yes, it is four. user assistant"] * 3
+    tokenizer = byte_tokenizer(texts, special, 400, **marks)
     tokenizer.chat_template = template
     return tokenizer

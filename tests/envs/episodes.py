@@ -89,6 +89,22 @@ def go_on(engine, drafts, n=2):
     return found
 
 
+def paused(session):
+    """The drafts, by row, of a session that is aborted and closed."""
+    session.abort()
+    drafts = {}
+    while session.has_unfinished:
+        for rollout in session.step():
+            assert rollout.finish == "abort"
+            drafts.setdefault(rollout.prompt, []).append(rollout.stored())
+    session.close()
+    return drafts
+
+
+def from_disk(drafts):
+    return {row: [stored(draft) for draft in own] for row, own in drafts.items()}
+
+
 def stored(draft):
     """As it comes from disk: nothing of it is the object that was."""
     episode = None if draft.episode is None else EpisodeRecord.of_plain(draft.episode.plain())

@@ -31,9 +31,26 @@ class Counting:
         return self.last
 
 
+def stepping(step: Callable[[Any, Turn], Step]) -> type[Counting]:
+    """An environment whose step is this function of itself and the turn."""
+    return type("Stepping", (Counting,), {"step": step})
+
+
 class Fault(Exception):
     def __init__(self, words: str, innocent: bool = False):
         self.words, self.innocent = words, innocent
+
+
+def failing(times: int, when: Callable[..., bool], words: str = "boom", innocent: bool = False) -> Callable[..., None]:
+    """A fault of a pool that comes so many times; `when` is asked with what is done, the instance and those before."""
+    seen: list[Any] = []
+
+    def fault(what: str, instance: Any) -> None:
+        if len(seen) < times and when(what, instance, seen):
+            seen.append(instance)
+            raise Fault(words, innocent)
+
+    return fault
 
 
 class Pool:

@@ -5,6 +5,8 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from trimtab.envs.adapter import EnvironmentAdapter
+from trimtab.envs.loader import load
 from trimtab.envs.types import Task, Turn
 
 
@@ -26,6 +28,16 @@ def now(found: Any) -> Any:
         return await found
 
     return asyncio.run(awaited()) if inspect.isawaitable(found) else found
+
+
+def made(source: str, shape: str = "") -> EnvironmentAdapter:
+    loaded = load(source)
+    assert loaded.make is not None and shape in loaded.info.shape
+    return loaded.make()
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
 def written(folder: Path, text: str, name: str = "environment.py") -> str:

@@ -4,45 +4,29 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
-import torch
 
 from tests import warm
 from tests.data.templates import CHATML
 from tests.envs.chat_templates import tokenizer_of
 from tests.envs.episodes import CONTEXT, VOCABULARY, make_policy, play, player
-from tests.envs.fake_pool import Counting, Fault, Pool
-from tests.tiny import tiny_model
-from trimtab.distributed.device import find_device
-from trimtab.distributed.fsdp import shard
-from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.process_group import find_world, leave_world
+from tests.envs.fake_pool import Counting, Pool, failing
+from tests.rollout.test_tensor_processes import shared_policy
+from trimtab.distributed.process_group import leave_world
 from trimtab.envs.environment_engine import EnvironmentEngine
 from trimtab.envs.environment_pool import BroadcastPool
 from trimtab.errors import RunFailed, UserError
-from trimtab.models.parallel.sharded_model import decoder_layers
-from trimtab.models.parallel.tensor_parallel import apply_tensor_parallel
-from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.engine import BuiltinEngine
 
 
 def faulty():
     """Broken once, in a step."""
-    seen = []
-
-    def once(what, instance):
-        if what == "step" and instance.task.sample == 1 and not seen:
-            seen.append(instance)
-            raise Fault("boom")
-
-    return Pool(Counting, slow=1, fault=once)
+    return Pool(slow=1, fault=failing(1, lambda what, instance, _: what == "step" and instance.task.sample == 1))
 
 
 def cut_over_two() -> None:
-    mesh = Mesh(find_world(find_device()), tensor=2)
-    policy = Policy(tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT))
-    apply_tensor_parallel(policy, mesh.for_tensor_parallel())
-    shard(policy, decoder_layers(policy), mesh, zero_stage=3)
+    policy, mesh = shared_policy("llama", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
     tokenizer = tokenizer_of(CHATML)
     inner = BuiltinEngine(policy, tokenizer, max_num_seqs=4, page_size=8, tensor=mesh.tensor)
     found = play(EnvironmentEngine(inner, BroadcastPool(faulty, mesh.tensor), tokenizer), n=2)
@@ -50,7 +34,7 @@ def cut_over_two() -> None:
     for one, other in zip(found, expected, strict=True):
         assert (one.prompt, one.sample, one.ids, one.finish) == (other.prompt, other.sample, other.ids, other.finish)
         assert one.episode.begun == other.episode.begun and one.episode.reward == other.episode.reward
-        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=2e-5, rtol=0)
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=2e-5, rtol=0)
     leave_world()
 
 

@@ -17,16 +17,11 @@ from tests.envs.episodes import (
     sampling_of,
     trained,
 )
-from tests.envs.fake_pool import Counting, Fault, Pool
+from tests.envs.fake_pool import Counting, Fault, Pool, failing, stepping
 from tests.envs.test_chat_tokens import REFUSED, templates
 from trimtab.envs.environment_pool import StepReply
 from trimtab.envs.types import Step
 from trimtab.rollout.engine import Engine, Session
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return make_policy()
 
 
 def pieces(tokenizer, rollout):
@@ -140,11 +135,8 @@ def test_max_turns_ends_an_episode_after_the_last_turn_was_rewarded(policy):
 
 
 def test_what_the_environment_cuts_off_is_truncated(policy):
-    class Cutting(Counting):
-        def step(self, turn):
-            return Step(reward=0.5, truncated=turn.number == 1)
-
-    (rollout,) = play(player(policy, Pool(Cutting)), rows=1)
+    cutting = stepping(lambda self, turn: Step(reward=0.5, truncated=turn.number == 1))
+    (rollout,) = play(player(policy, Pool(cutting)), rows=1)
     assert rollout.finish == "truncated" and rollout.episode.reward == 1.0
 
 
@@ -159,11 +151,8 @@ def test_an_observation_that_does_not_fit_is_not_read(policy, longest):
 
 
 def test_the_models_context_is_a_limit_of_its_own(policy):
-    class Flood(Counting):
-        def step(self, turn):
-            return Step(messages="flood " * 100_000, reward=1.0)
-
-    (rollout,) = play(player(policy, Pool(Flood)), rows=1)
+    flood = stepping(lambda self, turn: Step(messages="flood " * 20_000, reward=1.0))
+    (rollout,) = play(player(policy, Pool(flood)), rows=1)
     assert rollout.finish == "context" and len(rollout.episode.said) == 1 and rollout.episode.reward == 1.0
     assert len(rollout.prompt_ids) + len(rollout.ids) <= CONTEXT
 
@@ -174,26 +163,22 @@ def test_a_prompt_that_leaves_no_room_ends_at_once(policy):
 
 
 def test_the_middle_of_a_long_observation_is_cut_out_with_a_mark(policy):
-    class Long(Counting):
-        def step(self, turn):
-            return Step(messages="first " + "noise " * 500 + "last", done=turn.number == 1)
-
-    (rollout,) = play(player(policy, Pool(Long), observation_max_len=60), rows=1)
-    said = rollout.episode.said[1]
-    content = said.messages[0]["content"]
+    text = "first " + "noise " * 500 + "last"
+    long = stepping(lambda self, turn: Step(messages=text, done=turn.number == 1))
+    engine = player(policy, Pool(long), observation_max_len=60)
+    (rollout,) = play(engine, rows=1)
+    content = rollout.episode.said[1].messages[0]["content"]
     assert content.startswith("first") and content.endswith("last") and "tokens are left out here" in content
-    tokenizer = player(policy, Pool()).tokenizer
-    assert len(tokenizer.encode(content)) <= 62  # what is cut apart may be encoded otherwise
+    assert len(engine.tokenizer.encode(content)) <= 62  # what is cut apart may be encoded otherwise
     assert rollout.finish in ("stop", "length")
 
 
 def test_the_environment_may_ask_for_shorter_turns_and_stop_strings(policy):
-    class Asking(Counting):
-        def step(self, turn):
-            asked = {"max_new_tokens": 2} if turn.number == 0 else {"stop_strings": [" ", "e", "a", "t"]}
-            return Step(sampling=asked, done=turn.number == 2)
+    def step(self, turn):
+        asked = {"max_new_tokens": 2} if turn.number == 0 else {"stop_strings": [" ", "e", "a", "t"]}
+        return Step(sampling=asked, done=turn.number == 2)
 
-    engine = player(policy, Pool(Asking))
+    engine = player(policy, Pool(stepping(step)))
     for rollout in play(engine, n=4, stop_token_ids=(engine.tokenizer.eos_token_id,), max_new_tokens=20):
         _, second, third = rollout.episode.turns
         assert second.end - second.start <= 2
@@ -202,11 +187,8 @@ def test_the_environment_may_ask_for_shorter_turns_and_stop_strings(policy):
 
 
 def test_exact_tokens_of_an_environment_are_read_as_they_are(policy):
-    class Exact(Counting):
-        def step(self, turn):
-            return Step(ids=[9, 8, 7], done=turn.number == 1)
-
-    (rollout,) = play(player(policy, Pool(Exact)), rows=1)
+    exact = stepping(lambda self, turn: Step(ids=[9, 8, 7], done=turn.number == 1))
+    (rollout,) = play(player(policy, Pool(exact)), rows=1)
     assert rollout.tokens[~rollout.drawn].tolist() == [9, 8, 7]
 
 
@@ -214,14 +196,8 @@ def test_exact_tokens_of_an_environment_are_read_as_they_are(policy):
 
 
 def test_a_failing_environment_is_begun_anew_and_draws_the_same(policy):
-    seen = []
-
-    def once(what, instance):
-        if what == "step" and len(instance.heard) == 1 and len(seen) < 2:
-            seen.append(instance)
-            raise Fault("boom")
-
-    (rollout,) = play(player(policy, Pool(fault=once)), rows=1)
+    fault = failing(2, lambda what, instance, _: what == "step" and len(instance.heard) == 1)
+    (rollout,) = play(player(policy, Pool(fault=fault)), rows=1)
     (expected,) = play(player(policy, Pool()), rows=1)
     assert plain(rollout) == plain(expected)
     assert rollout.episode.begun == 3 and expected.episode.begun == 1
@@ -242,12 +218,11 @@ def test_when_retries_are_used_up_the_whole_group_has_failed_and_nothing_is_scor
 
 
 def test_words_that_the_template_refuses_are_the_environments_failure(policy):
-    class Impolite(Counting):
-        def step(self, turn):
-            twice = [{"role": "user", "content": "I"}, {"role": "user", "content": "insist"}]
-            return Step(messages=twice if self.task.row == 1 else "Go on", done=turn.number == 2)
+    def step(self, turn):
+        twice = [{"role": "user", "content": "I"}, {"role": "user", "content": "insist"}]
+        return Step(messages=twice if self.task.row == 1 else "Go on", done=turn.number == 2)
 
-    pool = Pool(Impolite)
+    pool = Pool(stepping(step))
     first, second = play(player(policy, pool, GEMMA, retries=1))
     assert first.finish in ("stop", "length") and second.finish == "failed"
     assert "roles must alternate" in second.episode.problem and second.episode.begun == 2
@@ -255,14 +230,8 @@ def test_words_that_the_template_refuses_are_the_environments_failure(policy):
 
 
 def test_one_that_broke_for_anothers_sake_goes_on_where_it_was(policy):
-    seen = []
-
-    def once(what, instance):
-        if what in ("step", "end") and len(seen) < 3 and len(instance.heard) == len(seen) + 1:
-            seen.append(instance)
-            raise Fault("its process was ended", innocent=True)
-
-    pool = Pool(fault=once)
+    later = lambda what, instance, seen: what in ("step", "end") and len(instance.heard) == len(seen) + 1  # noqa: E731
+    pool = Pool(fault=failing(3, later, "its process was ended", innocent=True))
     (rollout,) = play(player(policy, pool, retries=0), rows=1)
     (expected,) = play(player(policy, Pool()), rows=1)
     assert plain(rollout) == plain(expected)
@@ -275,25 +244,18 @@ def test_tools_of_a_turn_that_is_told_twice_count_once(policy):
             instance = self.instances[episode]
             self._reply("step", episode, lambda: StepReply(episode, instance.step(turn), 2, 1, 1, 0.5))
 
-    broken = []
-
-    def once(what, instance):
-        if what == "end" and not broken:
-            broken.append(instance)
-            raise Fault("its process was ended", innocent=True)
-
-    (rollout,) = play(player(policy, Calling(fault=once)), rows=1)
-    logs = rollout.episode.logs
-    assert broken and [logs[name] for name in ("tool_calls", "tool_failures", "unknown_tools")] == [6.0, 3.0, 3.0]
+    pool = Calling(fault=failing(1, lambda what, *_: what == "end", "its process was ended", innocent=True))
+    (rollout,) = play(player(policy, pool), rows=1)
+    counts = [rollout.episode.logs[name] for name in ("tool_calls", "tool_failures", "unknown_tools")]
+    assert len(pool.made) == 2 and counts == [6.0, 3.0, 3.0]
 
 
 @pytest.mark.parametrize("ids", [[2**40], [-1], [10**6]])
 def test_tokens_that_nobody_has_are_the_environments_failure(policy, ids):
-    class Strange(Counting):
-        def step(self, turn):
-            return Step(ids=ids if self.task.row == 1 else None, messages="Go on", done=turn.number == 1)
+    def step(self, turn):
+        return Step(ids=ids if self.task.row == 1 else None, messages="Go on", done=turn.number == 1)
 
-    first, second = play(player(policy, Pool(Strange), retries=1))
+    first, second = play(player(policy, Pool(stepping(step)), retries=1))
     assert first.finish in ("stop", "length") and second.finish == "failed"
     assert "tokens that the tokenizer does not have" in second.episode.problem
 

@@ -4,10 +4,10 @@ import os
 import re
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.processes import has_ended
 from trimtab.envs import environment_pool
 from trimtab.envs.environment_pool import (
     EndReply,
@@ -123,33 +123,29 @@ def opened(pool, *episodes):
     assert all(isinstance(reply, ResetReply) for reply in collected(pool, len(episodes)).values())
 
 
+def told(pool, episode, text, **how):
+    """The reply to one turn."""
+    pool.step(episode, said(text, **how))
+    return one(pool)
+
+
 def process_of(pool, episode):
-    pool.step(episode, said("where"))
-    reply = one(pool)
+    reply = told(pool, episode, "where")
     assert isinstance(reply, StepReply)
     return int(reply.step.messages[0]["content"].partition('"pid": ')[2].partition(",")[0])
 
 
-def has_ended(pid, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
+def make_pool(folder, code=CODE, seconds=20.0, workers=1, threads=4, memory_gib=2.0, **others):
+    (folder / "world.py").write_text(textwrap.dedent(code))
+    return EnvironmentPool(str(folder / "world.py"), SandboxLimits(seconds, workers, threads, memory_gib), **others)
 
 
 @pytest.fixture
 def pool_of(tmp_path):
     made = []
 
-    def make(code=CODE, seconds=20.0, workers=1, threads=4, memory_gib=2.0, **others):
-        (tmp_path / "world.py").write_text(textwrap.dedent(code))
-        limits = SandboxLimits(seconds, workers, threads, memory_gib)
-        made.append(EnvironmentPool(str(tmp_path / "world.py"), limits, **others))
+    def make(*code, **how):
+        made.append(make_pool(tmp_path, *code, **how))
         return made[-1]
 
     yield make
@@ -160,9 +156,7 @@ def pool_of(tmp_path):
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     """For tests that end no process."""
-    file = tmp_path_factory.mktemp("pool") / "world.py"
-    file.write_text(textwrap.dedent(CODE))
-    made = EnvironmentPool(str(file), SandboxLimits(20.0, 1, 4, 2.0))
+    made = make_pool(tmp_path_factory.mktemp("pool"))
     yield made
     made.close()
 
@@ -184,11 +178,9 @@ def test_an_episode_is_opened_played_and_ended(pool):
     assert opening.episode == 7 and opening.seconds > 0
     assert opening.messages == [{"role": "user", "content": "row 3, sample 2, seed 11"}]
     assert [tool["function"]["name"] for tool in opening.tools] == ["add", "raises"]
-    pool.step(7, said("hello", 0))
-    first = one(pool)
+    first = told(pool, 7, "hello")
     assert (first.step.reward, first.step.done, first.step.logs, first.tool_calls) == (0.5, False, {"turn": 0.0}, 0)
-    pool.step(7, said("bye", 1))
-    last = one(pool)
+    last = told(pool, 7, "bye", number=1)
     assert last.step.done and '["hello", "bye"]' in last.step.messages[0]["content"]
     pool.end(7)
     assert one(pool) == EndReply(7, 2.0, {}, pytest.approx(0.0, abs=1.0))
@@ -199,16 +191,14 @@ def test_an_episode_is_opened_played_and_ended(pool):
 
 def test_tools_are_called_and_what_fails_is_told_to_the_model_and_counted(pool):
     opened(pool, 1)
-    pool.step(1, said("", calls=[call("add", "x", a=1, b=2), call("raises"), call("sub"), call("add", a=1)]))
-    reply = one(pool)
+    reply = told(pool, 1, "", calls=[call("add", "x", a=1, b=2), call("raises"), call("sub"), call("add", a=1)])
     contents = [message["content"] for message in reply.step.messages]
     assert [message["role"] for message in reply.step.messages] == ["tool"] * 4
     assert reply.step.messages[0] == {"role": "tool", "name": "add", "tool_call_id": "x", "content": "3"}
     assert contents[1] == '{"error": "ValueError: no such page"}'
     assert "no tool sub" in contents[2] and "'b'" in contents[3]
     assert (reply.tool_calls, reply.tool_failures, reply.unknown_tools) == (4, 2, 1)
-    pool.step(1, said("and then"))
-    assert '["and then"]' in one(pool).step.messages[0]["content"], "the turn of tools was no step"
+    assert '["and then"]' in told(pool, 1, "and then").step.messages[0]["content"], "the turn of tools was no step"
 
 
 FAULTS = {
@@ -279,10 +269,10 @@ def test_a_call_that_takes_long_is_reported_once_while_it_is_waited_for(pool_of,
     pool.step(2, said("wait 100"))
     pool.step(3, said("wait 100"))
     began = time.monotonic()
-    while not (told := capfd.readouterr().err):
+    while not (shown := capfd.readouterr().err):
         assert not pool.poll(0.05) and time.monotonic() - began < 1.4
-    assert re.match(r"waiting for \d s now: environment \S+, step of row 2, sample 3", told)
-    assert " and 1 more" in told and told.endswith("; given up after 2 s (--env_timeout)\n"), told
+    assert re.match(r"waiting for \d s now: environment \S+, step of row 2, sample 3", shown)
+    assert " and 1 more" in shown and shown.endswith("; given up after 2 s (--env_timeout)\n"), shown
     replies = []
     while len(replies) < 2:
         replies += pool.poll(0.5)
@@ -326,16 +316,15 @@ def test_of_several_that_may_have_done_it_none_is_blamed_before_it_is_known(pool
 def test_who_leaves_something_that_ends_the_process_later_is_no_innocent(pool_of):
     pool = pool_of()
     opened(pool, 1)
-    pool.step(1, said("do threading.Timer(0.2, os._exit, [5]).start()"))
-    assert isinstance(one(pool), StepReply)
+    assert isinstance(told(pool, 1, "do threading.Timer(0.2, os._exit, [5]).start()"), StepReply)
     assert one(pool) == FailureReply(1, "its process died (exit code 5)")
 
 
 def test_the_last_lines_that_were_printed_are_named(pool_of, capfd):
     pool = pool_of()
     opened(pool, 1)
-    pool.step(1, said("do print('x' * 10**7); print('the cause'); sys.stderr.write('of it all'); os._exit(1)"))
-    assert one(pool).words.endswith("/ the cause / of it all")
+    printed = "do print('x' * 10**7); print('the cause'); sys.stderr.write('of it all'); os._exit(1)"
+    assert told(pool, 1, printed).words.endswith("/ the cause / of it all")
     assert capfd.readouterr() == ("", ""), "nothing of it is the run's"
 
 
@@ -348,8 +337,7 @@ def test_coroutines_wait_together_and_one_that_is_late_ends_alone(pool_of):
     replies = collected(pool, 100)
     assert replies.pop(99) == FailureReply(99, "took longer than 2 s")
     assert max(int(reply.step.messages[0]["content"]) for reply in replies.values()) > 50
-    pool.step(0, said("exit"))
-    assert one(pool) == FailureReply(0, "SystemExit: 4 (line 24)")
+    assert told(pool, 0, "exit") == FailureReply(0, "SystemExit: 4 (line 24)")
     pool.end(1)
     assert one(pool).logs == {"close_failures": 1.0}
 
@@ -388,25 +376,22 @@ def test_an_episode_that_is_dropped_says_nothing_more(pool):
     pool.drop(1)
     pool.drop(1)
     opened(pool, 1)
-    pool.step(2, said("wait 0.5"))
-    assert one(pool).episode == 2
+    assert told(pool, 2, "wait 0.5").episode == 2
     assert pool.poll(0.1) == []
 
 
 def test_a_flood_of_an_observation_is_cut_in_its_middle(pool):
     opened(pool, 1)
-    pool.step(1, said("do self.texts.append('y' * 10**7)"))
-    content = one(pool).step.messages[0]["content"]
+    content = told(pool, 1, "do self.texts.append('y' * 10**7)").step.messages[0]["content"]
     assert len(content) < 1_000_100 and "characters left out ...]" in content
     assert content.startswith('{"pid"') and content.endswith('y"]}')
 
 
 def test_what_no_tokenizer_can_read_is_made_readable_or_refused(pool):
     opened(pool, 1, 2)
-    pool.step(1, said("do self.said = 'a' + chr(0xD800) + 'b'"))
-    assert one(pool).step.messages[0]["content"] == "a?b"
-    pool.step(2, said("do self.said = [{'role': 'user', 'content': 5}]"))
-    assert one(pool) == FailureReply(2, "TypeError: the content of a message is int 5: a text is needed")
+    assert told(pool, 1, "do self.said = 'a' + chr(0xD800) + 'b'").step.messages[0]["content"] == "a?b"
+    refused = FailureReply(2, "TypeError: the content of a message is int 5: a text is needed")
+    assert told(pool, 2, "do self.said = [{'role': 'user', 'content': 5}]") == refused
 
 
 CHILD = (
@@ -429,8 +414,7 @@ CHILD = (
 def test_what_an_environment_started_ends_with_it(pool_of, tmp_path, then, apart):
     pool = pool_of(seconds=0.5)
     opened(pool, 1)
-    pool.step(1, said(CHILD.format(place=str(tmp_path / "pid"), then=then, apart=apart)))
-    one(pool)
+    told(pool, 1, CHILD.format(place=str(tmp_path / "pid"), then=then, apart=apart))
     began = time.monotonic()
     pool.close()
     assert time.monotonic() - began < 10.0
@@ -441,24 +425,21 @@ def test_a_fork_may_leave_alone(pool_of):
     pool = pool_of()
     opened(pool, 1)
     before = process_of(pool, 1)
-    pool.step(1, said("do pid = os.fork(); pid or sys.exit(0); time.sleep(0.2)"))
-    assert isinstance(one(pool), StepReply)
+    assert isinstance(told(pool, 1, "do pid = os.fork(); pid or sys.exit(0); time.sleep(0.2)"), StepReply)
     assert process_of(pool, 1) == before
-    pool.step(1, said("do os._exit(1)"))
-    assert isinstance(one(pool), FailureReply), "the end of its process is seen, though the fork lives"
+    ended = told(pool, 1, "do os._exit(1)")
+    assert isinstance(ended, FailureReply), "the end of its process is seen, though the fork lives"
 
 
 def test_a_run_that_is_killed_takes_them_along(tmp_path):
-    (tmp_path / "world.py").write_text(textwrap.dedent(CODE))
     read, write = os.pipe()
     run = os.fork()
     if run == 0:
         try:
-            pool = EnvironmentPool(str(tmp_path / "world.py"), SandboxLimits(workers=1))
+            pool = make_pool(tmp_path)
             opened(pool, 1)
             os.write(write, str(process_of(pool, 1)).encode())
-            pool.step(1, said(CHILD.format(place=str(tmp_path / "pid"), then="pass", apart=True)))
-            one(pool)
+            told(pool, 1, CHILD.format(place=str(tmp_path / "pid"), then="pass", apart=True))
             pool.step(1, said("do import re; re.match('(a+)+b', 'a' * 60)"))  # which lets no other thread work
             time.sleep(0.5)
             if (fork := os.fork()) > 0:

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from tests.data.templates import CHATML
-from tests.envs.episodes import at_work, check_exact, go_on, make_policy, plain, play, player, sampling_of, stored
+from tests.envs.episodes import at_work, check_exact, from_disk, go_on, paused, plain, play, player, sampling_of
 from tests.envs.fake_pool import Counting, Pool
 from trimtab.envs.chat_tokens import ChatAppender
 from trimtab.errors import UserError
@@ -15,11 +15,6 @@ FORGETFUL = CHATML.replace(
     "+ m.content +", "+ (m.content[:3] if m.role == 'assistant' and not loop.last else m.content) +"
 )
 COUNTS = CHATML.replace("+ m.role +", "+ m.role + (messages | length) | string +")  # rewrites even the first words
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return make_policy()
 
 
 def by_episode(rollouts):
@@ -64,13 +59,10 @@ def test_what_the_template_keeps_stays_one_sequence_of_the_tokens_that_were_draw
     eos = engine.tokenizer.eos_token_id
     often = {"stop_token_ids": (eos,), "logit_bias": {eos: 6.0}}
     rollouts, appended = play(engine, n=4, **often), play(player(policy, Pool()), n=4, **often)
-    assert [plain(r) for r in rollouts if r.episode.logs["branches"] == 1] == [
-        plain(a) for r, a in zip(rollouts, appended) if r.episode.logs["branches"] == 1
-    ]
-    kept = [r for r in rollouts if r.episode.logs["branches"] == 1]
-    assert len(kept) >= 4
+    both = [(r, a) for r, a in zip(rollouts, appended) if r.episode.logs["branches"] == 1]
+    assert len(both) >= 4 and all(plain(r) == plain(a) for r, a in both)
     tokenizer = engine.tokenizer
-    assert any(tokenizer.encode(tokenizer.decode(r.ids), add_special_tokens=False) != r.ids for r in kept)
+    assert any(tokenizer.encode(tokenizer.decode(r.ids), add_special_tokens=False) != r.ids for r, _ in both)
 
 
 @pytest.mark.parametrize("way", ["suspended", "stored"])
@@ -79,15 +71,10 @@ def test_episodes_in_several_sequences_go_on_from_their_drafts(policy, way, adva
     expected = [plain(r) for r in play(player(policy, Pool(slow=1), FORGETFUL, history="template"), n=2)]
     engine = player(policy, Pool(slow=1), FORGETFUL, history="template")
     session, finished = at_work(engine, advances)
-    session.abort()
-    drafts = {}
-    while session.has_unfinished:
-        for rollout in session.step():
-            drafts.setdefault(rollout.prompt, []).append(rollout.stored())
-    session.close()
+    drafts = paused(session)
     assert any(draft.branch for own in drafts.values() for draft in own)
     if way == "stored":
-        drafts = {row: [stored(draft) for draft in own] for row, own in drafts.items()}
+        drafts = from_disk(drafts)
     rollouts = sorted(finished + go_on(engine, drafts), key=lambda r: (r.prompt, r.sample, r.branch))
     assert [plain(r) for r in rollouts] == expected
     check_exact(policy, rollouts)

@@ -2,17 +2,12 @@
 
 import pytest
 
-from tests.envs.episodes import at_work, check_exact, go_on, make_policy, plain, play, player, sampling_of, stored
+from tests.envs.episodes import at_work, check_exact, from_disk, go_on, paused, plain, play, player, sampling_of
 from tests.envs.fake_pool import Counting, Pool
-from tests.rollout.test_cuda_graphs import DoneAgain
+from tests.rollout.answers import DoneAgain
 from trimtab.envs.environment_pool import FailureReply
 from trimtab.envs.types import Step, Task
 from trimtab.rollout.builtin import cuda_graphs
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return make_policy()
 
 
 class Breaking(Pool):
@@ -65,21 +60,13 @@ def test_episodes_go_on_from_drafts_as_if_nothing_had_been(policy, advances, way
         session.close()
         pool = Pool(slow=1)
         engine = player(policy, pool)
-        drafts = {row: [stored(draft) for draft in own] for row, own in drafts.items()}
+        drafts = from_disk(drafts)
     else:
-        session.abort()
-        aborted = []
-        while session.has_unfinished:
-            aborted += session.step()
-        assert {r.finish for r in aborted} <= {"abort"}
-        session.close()
         told = {row: [(d.sample, d.ids) for d in own] for row, own in drafts.items()}
-        drafts = {}
-        for rollout in aborted:
-            drafts.setdefault(rollout.prompt, []).append(rollout.stored())
+        drafts = paused(session)
         assert {row: [(d.sample, d.ids) for d in own] for row, own in drafts.items()} == told
         if way == "stored":
-            drafts = {row: [stored(draft) for draft in own] for row, own in drafts.items()}
+            drafts = from_disk(drafts)
     made = len(pool.made)
     rollouts = finished + go_on(engine, drafts)
     assert {(r.prompt, r.sample): plain(r) for r in rollouts} == expected
@@ -104,7 +91,7 @@ def test_an_environment_that_answers_otherwise_is_begun_anew_and_counted(policy)
             return Step(messages=f"{step.messages} {self.own}", reward=1.0, done=step.done)
 
     session, _ = at_work(player(policy, Pool(Fickle)), 9)
-    drafts = {row: [stored(draft) for draft in own] for row, own in session.partials().items()}
+    drafts = from_disk(session.partials())
     session.close()
     answered = {(row, d.sample) for row, own in drafts.items() for d in own if d.episode and len(d.episode.said) > 1}
     rollouts = go_on(player(policy, Pool(Fickle)), drafts)
@@ -117,14 +104,10 @@ def test_an_evaluation_in_between_leaves_paused_episodes_their_instances(policy)
     pool = Pool()
     engine = player(policy, pool)
     session, finished = at_work(engine, 7)
-    session.abort()
-    drafts = {}
-    for rollout in session.step():
-        drafts.setdefault(rollout.prompt, []).append(rollout.stored())
-    session.close()
-    paused = set(pool.instances)
+    drafts = paused(session)
+    waiting = set(pool.instances)
     play(engine, rows=2)
-    assert paused and not paused & set(pool.dropped)
+    assert waiting and not waiting & set(pool.dropped)
     made = len(pool.made)
     rollouts = finished + go_on(engine, drafts)
     assert len(pool.made) == made, "nothing was played again"
@@ -160,10 +143,7 @@ def test_over_many_pauses_everybody_keeps_the_instance_that_he_had(policy):
 def test_parked_instances_that_nobody_wants_are_given_up(policy):
     pool = Pool()
     engine = player(policy, pool)
-    session, _ = at_work(engine, 7)
-    session.abort()
-    session.step()
-    session.close()
+    paused(at_work(engine, 7)[0])
     assert pool.instances
     go_on(engine, {})
     assert not pool.instances

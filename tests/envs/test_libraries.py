@@ -1,12 +1,12 @@
 """Environments of other people's libraries, played for real where they are installed."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.envs.playing import now, task, turn, written
+from tests.envs.playing import made, now, task, turn, written
 from trimtab.envs.adapter import EnvironmentAdapter, LoadedEnvironment
 from trimtab.envs.loader import load
 from trimtab.envs.types import Step
@@ -16,7 +16,6 @@ GUESS = "gem:game:GuessTheNumber-v0-easy"
 
 
 def begun(loaded: LoadedEnvironment, row: dict[str, Any]) -> EnvironmentAdapter:
-    assert loaded.make is not None
     game = loaded.make()
     columns = {name: value for name, value in row.items() if name not in ("prompt", "label")}
     assert game.reset(task(prompt=row["prompt"], label=row.get("label"), columns=columns)) == row["prompt"]
@@ -40,7 +39,7 @@ def test_a_game_of_gem_is_won_by_halving() -> None:
     while not steps or not steps[-1].done:
         guess = (low + high) // 2
         steps.append(now(game.step(turn(f"I say \\boxed{{{guess}}}"))))
-        said = steps[-1].messages[-1]["content"]  # type: ignore[index]
+        said = steps[-1].messages[-1]["content"]
         low, high = (guess + 1, high) if "higher" in said else (low, guess - 1)
     assert steps[-1].reward == 1 and len(steps) <= 4
 
@@ -60,13 +59,9 @@ def test_games_of_many_threads_are_what_they_are_alone() -> None:
         return said
 
     offered = rows(loaded, 8, seed=1)
-    alone, together = [played(row) for row in offered], [[] for _ in offered]  # type: ignore[var-annotated]
-    threads = [threading.Thread(target=lambda i=i: together[i].extend(played(offered[i]))) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == alone and len({str(one) for one in alone}) > 1
+    alone = [played(row) for row in offered]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(played, offered)) == alone and len({str(one) for one in alone}) > 1
 
 
 @pytest.mark.long
@@ -132,9 +127,8 @@ class AgentExecutor(MultiTurnAgentExecutor):
 @pytest.mark.long
 def test_a_game_of_textarena_is_played(tmp_path: Path) -> None:
     pytest.importorskip("textarena")
-    loaded = load(written(tmp_path, TEXTARENA) + ":make")
-    assert loaded.make is not None
-    games = [loaded.make() for _ in range(2)]
+    source = written(tmp_path, TEXTARENA) + ":make"
+    games = [made(source) for _ in range(2)]
     opening, same = (game.reset(task(seed=7)) for game in games)
     assert opening == same
     for guess in range(1, 21):
@@ -148,10 +142,8 @@ def test_a_game_of_textarena_is_played(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_an_environment_of_skyrl_judges_by_the_rows_truth(tmp_path: Path) -> None:
     pytest.importorskip("skyrl_gym")
-    loaded = load(written(tmp_path, SKYRL) + ":GSM8kEnv")
-    assert loaded.make is not None
     for said, reward in {"#### 12": 1.0, "#### 13": 0.0}.items():
-        game = loaded.make()
+        game = made(written(tmp_path, SKYRL) + ":GSM8kEnv")
         assert now(game.reset(task(label="12"))) is None
         assert now(game.step(turn(said))) == Step([], reward, done=True)
         game.close()
@@ -160,9 +152,7 @@ def test_an_environment_of_skyrl_judges_by_the_rows_truth(tmp_path: Path) -> Non
 @pytest.mark.long
 def test_openrlhfs_instance_around_a_game_of_gem(tmp_path: Path) -> None:
     pytest.importorskip("gem")
-    loaded = load(written(tmp_path, OPENRLHF_WITH_GEM))
-    assert loaded.make is not None
-    agent = loaded.make()
+    agent = made(written(tmp_path, OPENRLHF_WITH_GEM))
     assert now(agent.reset(task())) is None
     step = now(agent.step(turn("\\boxed{1}")))
     assert step.messages[0]["content"].startswith("<user>At turn 1") and "figure" in step.logs

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.envs.playing import now, task, turn, written
+from tests.envs.playing import made, now, task, turn, user, written
 from trimtab.envs.loader import load
 from trimtab.envs.types import Step
 from trimtab.errors import UserError
@@ -26,14 +26,12 @@ class Echo:
 @pytest.mark.parametrize("text", [NATIVE, NATIVE.replace("async ", "")], ids=["async", "plain"])
 def test_an_environment_of_the_native_shape_is_played_as_it_is(tmp_path: Path, text: str) -> None:
     loaded = load(written(tmp_path, text))
-    assert loaded.make is not None
     assert (loaded.info.name, loaded.info.kind) == ("Echo", "environment")
     first, second = loaded.make(), loaded.make()
-    assert now(first.reset(task(label=2))) == [{"role": "user", "content": "Begin. Say something."}]
+    assert now(first.reset(task(label=2))) == user("Begin. Say something.")
     now(second.reset(task(label=9)))
-    said = [{"role": "user", "content": "HELLO"}]
-    assert now(first.step(turn("hello"))) == Step(said, 1.0, logs={"left": 1.0})
-    assert now(first.step(turn("hello", 1))) == Step(said, 1.0, done=True, logs={"left": 0.0})
+    assert now(first.step(turn("hello"))) == Step(user("HELLO"), 1.0, logs={"left": 1.0})
+    assert now(first.step(turn("hello", 1))) == Step(user("HELLO"), 1.0, done=True, logs={"left": 0.0})
     assert not now(second.step(turn("hello"))).done
     assert now(first.get_reward()) == 0.0
     assert now(first.close()) is None
@@ -70,9 +68,7 @@ class Game:
     ],
 )
 def test_an_answer_that_is_none_is_named(tmp_path: Path, answer: str, words: str) -> None:
-    make = load(written(tmp_path, of(answer))).make
-    assert make is not None
-    game = make()
+    game = made(written(tmp_path, of(answer)))
     assert game.reset(task()) is None
     with pytest.raises((TypeError, ValueError), match=words):
         game.step(turn("a"))
@@ -97,9 +93,7 @@ def other(): return 3
 def test_one_of_several_is_named_after_a_colon(tmp_path: Path) -> None:
     file = written(tmp_path, TWO)
     for name, said in {"Second": "second", "Base": "base", "make": "7"}.items():
-        make = load(f"{file}:{name}").make
-        assert make is not None
-        assert make().reset(task()) == [{"role": "user", "content": said}]
+        assert made(f"{file}:{name}").reset(task()) == user(said)
 
 
 @pytest.mark.parametrize(

@@ -8,23 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.envs.playing import now, task, turn, written
-from trimtab.envs.adapter import EnvironmentAdapter
+from tests.envs.playing import made, now, task, turn, user, written
 from trimtab.envs.gymnasium import EpisodeRandom
 from trimtab.envs.loader import load
 from trimtab.envs.types import VERBATIM, Step
 from trimtab.errors import UserError
-
-
-def made(source: str, shape: str = "") -> EnvironmentAdapter:
-    loaded = load(source)
-    assert loaded.make is not None and shape in loaded.info.shape
-    return loaded.make()
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
 
 GYMNASIUM = """
 class Game:
@@ -104,7 +92,6 @@ class Counter:
 def test_methods_of_trls_environments_are_tools(tmp_path: Path) -> None:
     loaded = load(written(tmp_path, TRL))
     assert [tool["function"]["name"] for tool in loaded.info.tools] == ["add", "look"]
-    assert loaded.make is not None
     counter = loaded.make()
     talk = [{"role": "system", "content": "Count."}, {"role": "user", "content": "Go."}]
     assert counter.reset(task(prompt=talk, columns={"start": 0})) is None
@@ -253,7 +240,6 @@ def test_an_agent_gives_its_reward(tmp_path: Path) -> None:
     assert now(loaded.run(task(), **where)) == (4.5, {})
     assert now(loaded.run(task(label=1), **where)) == (2.0, {"calls": 3.0})
     forgot = load(written(tmp_path, AGENT.format(answer="None")))
-    assert forgot.run is not None
     with pytest.raises(TypeError, match="run gave nothing"):
         now(forgot.run(task(), **where))
 
@@ -304,6 +290,6 @@ def test_coroutines_of_many_episodes_run_at_once(tmp_path: Path) -> None:
         game.reset(task(seed=place))
 
     async def all_of_them() -> list[Step]:
-        return await asyncio.gather(*(game.step(turn("1")) for game in games))  # type: ignore[arg-type]
+        return await asyncio.gather(*(game.step(turn("1")) for game in games))
 
     assert [step.done for step in asyncio.run(all_of_them())] == [False, True, False]

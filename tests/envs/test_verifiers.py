@@ -3,15 +3,15 @@
 import asyncio
 import importlib.util
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.envs.playing import task
+from tests.json_server import answering
 from trimtab.envs.loader import load
 from trimtab.errors import UserError
 
@@ -82,39 +82,23 @@ class Endpoint:
     """Says 3 whatever is asked, in conversations of at most so many messages."""
 
     def __init__(self) -> None:
-        self.longest, self.says, self.asked = 99, "I say 3.", []  # type: ignore[var-annotated]
-        own = self
+        self.longest, self.says, self.url, self.asked = 99, "I say 3.", "", []
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                own.asked.append((self.path, self.headers["authorization"], body["messages"]))
-                full = len(body["messages"]) > own.longest
-                answer = json.dumps({"error": FULL} if full else own.reply(body)).encode()
-                self.send_response(400 if full else 200)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, format: str, *arguments: Any) -> None: ...
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def reply(self, body: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, body: dict[str, Any], request: BaseHTTPRequestHandler) -> tuple[int, dict[str, Any]]:
+        self.asked.append((request.path, request.headers["authorization"], body["messages"]))
+        if len(body["messages"]) > self.longest:
+            return 400, {"error": FULL}
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": self.says}}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         about = {"id": "one", "object": "chat.completion", "created": 1, "model": body["model"]}
-        return {**about, "choices": [choice], "usage": usage}
+        return 200, {**about, "choices": [choice], "usage": usage}
 
 
 @pytest.fixture
 def endpoint() -> Iterator[Endpoint]:
     found = Endpoint()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
+    with answering(found.reply, with_request=True) as found.url:
+        yield found
 
 
 @pytest.fixture
@@ -135,14 +119,12 @@ def played(source: str, endpoint: Endpoint) -> list[tuple[float, dict[str, float
     rows.sort(key=lambda row: row["prompt"][0]["content"])
 
     async def all_of_them() -> list[Any]:
-        assert loaded.run is not None
         runs = []
         for place, row in enumerate(rows):
             columns = {name: value for name, value in row.items() if name not in ("prompt", "label")}
             one = task(row=place, prompt=row["prompt"], label=row.get("label"), columns=columns)
-            url = f"http://127.0.0.1:{endpoint.server.server_port}/s/{place}/v1"
-            runs.append(loaded.run(one, base_url=url, api_key="key", model="policy"))
-        return await asyncio.gather(*runs)  # type: ignore[arg-type]
+            runs.append(loaded.run(one, base_url=f"{endpoint.url}/s/{place}/v1", api_key="key", model="policy"))
+        return await asyncio.gather(*runs)
 
     return asyncio.run(all_of_them())
 

@@ -47,16 +47,16 @@ class Handler(BaseHTTPRequestHandler):
         content = self.rfile.read(int(self.headers["Content-Length"]))
         server.bodies.append(content)
         server.headers.append(dict(self.headers))
-        fault = next(server.faults, None)
         body = json.loads(content)
         if server.protocol == "openrlhf":
             texts, reply = body.get("query"), lambda scores: {"rewards": scores}
         else:
-            texts, reply = body.get("response"), lambda scores: {"error_code": 0, "error_msg": "ok", "score": scores}
+            texts = body.get("response")
+            reply = lambda scores: {"error_code": 0, "error_msg": "Success", "score": scores}  # noqa: E731
         if texts is None:
             return self.send(500 if server.protocol == "openrlhf" else 422, b"what?")
         scores = [float(text.split()[-1]) for text in texts]
-        match fault:
+        match fault := next(server.faults, None):
             case None:
                 self.send(200, json.dumps(reply(scores)).encode())
             case int():
@@ -67,20 +67,18 @@ class Handler(BaseHTTPRequestHandler):
                 self.connection.close()
             case "malformed":
                 self.send(200, b'{"rewards": [1, 2')
-            case "few":
-                self.send(200, json.dumps(reply(scores[:-1])).encode())
-            case "nan":
-                self.send(200, json.dumps(reply([float("nan"), *scores[1:]])).encode())
-            case "text":
-                self.send(200, json.dumps(reply([str(score) for score in scores])).encode())
-            case "error":
-                self.send(200, json.dumps({"error_code": 7, "error_msg": "out of paper", "score": []}).encode())
+            case "error":  # what PaddleNLP's server answers when scoring fails: zeros, and status 200
+                self.send(200, json.dumps({"error_code": 7, "error_msg": "out of paper", "score": [0] * 10}).encode())
             case "deep":
                 self.send(200, b'{"rewards": ' + b"[" * 100_000)
-            case "huge":
-                self.send(200, json.dumps(reply([10**400, *scores[1:]])).encode())
             case "huge log":
                 self.send(200, json.dumps(reply(scores) | {"extra_logs": {"a": 10**400}}).encode())
+            case "few" | "null" | "nan" | "text" | "huge":
+                wrong = {
+                    **{"few": scores[:-1], "null": None, "nan": [math.nan, *scores[1:]]},
+                    **{"text": [str(score) for score in scores], "huge": [10**400, *scores[1:]]},
+                }
+                self.send(200, json.dumps(reply(wrong[fault])).encode())
             case "dripping headers":
                 self.drip(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n")
             case "dripping body":
@@ -135,7 +133,8 @@ def ask():
         client.close()
 
 
-FAULTS = ["slow", 500, 503, 429, "malformed", "few", "nan", "text", "close", "cut", "deep", "huge"]
+FAULTS = ["slow", 500, 503, 429, "malformed", "few", "null", "nan", "text", "close", "cut", "deep", "huge"]
+OF_PADDLENLP = [500, "malformed", "close", "few", "null", "nan", "error"]
 DRIPPING = ["dripping headers", "dripping body", "continuing"]
 
 
@@ -213,10 +212,20 @@ def test_what_asking_again_cannot_mend_is_not_asked_again(serve, ask, status):
     assert len(server.bodies) == 1
 
 
-def test_an_error_code_of_paddlenlp_is_a_failure_even_with_status_200(serve, ask):
-    assert ask(serve(["error"], protocol="paddlenlp").url).rewards == EXPECTED
-    with pytest.raises(RewardFailed, match="error 7: out of paper"):
-        ask(serve(itertools.repeat("error"), protocol="paddlenlp").url, attempts=2)
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("error", "error 7: out of paper"),
+        ("few", "score: 9 for 10 samples"),
+        ("null", "score"),
+        ("nan", "score of row 0 is nan"),
+        (500, "HTTP status 500 'no'"),
+        ("close", "disconnected|closed|reset"),
+    ],
+)
+def test_a_fault_of_a_paddlenlp_server_that_stays_stops_the_run_with_its_name(serve, ask, fault, words):
+    with pytest.raises(RewardFailed, match=words):
+        ask(serve(itertools.repeat(fault), protocol="paddlenlp").url, attempts=2, protocol="paddlenlp")
 
 
 @pytest.mark.parametrize("protocol", ["openrlhf", "paddlenlp"])
@@ -228,9 +237,11 @@ def test_the_protocol_is_found_out_whatever_the_address_looks_like(serve, ask, p
     assert len(server.bodies) <= 2
 
 
-def test_the_protocol_is_found_out_although_the_server_fails_first(serve, ask):
-    server = serve([500, "malformed", "close"], protocol="paddlenlp")
-    assert ask(server.url).rewards == EXPECTED
+def test_the_protocol_is_found_out_although_the_server_fails_first_and_no_fault_becomes_a_reward(serve, ask):
+    server = serve(OF_PADDLENLP, protocol="paddlenlp")
+    assert ask(server.url, attempts=len(OF_PADDLENLP) + 1).rewards == EXPECTED
+    # As long as no reply was good, the other protocol is tried at the address too: its server refuses that.
+    assert sum("src" in json.loads(body) for body in server.bodies) == len(OF_PADDLENLP) + 1
 
 
 def test_the_bytes_of_a_paddlenlp_request_are_those_of_its_own_client(serve):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import has_ended
 from tests.rewards.samples import make_reward_request
 from trimtab.errors import UserError
 from trimtab.rewards.functions import FunctionReward
@@ -221,19 +222,6 @@ def test_what_a_function_started_ends_with_a_run_that_is_killed(tmp_path):
 
 def score_for_ever(place):
     FunctionReward(place)(make_reward_request(["a"]))
-
-
-def has_ended(pid, seconds=5.0):
-    """Whether a process is gone, or only waits for its parent to look."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_a_fault_of_the_batch_as_a_whole_says_so(reward_of):

@@ -2,15 +2,15 @@ import asyncio
 
 import pytest
 
+from tests.rewards.samples import make_reward_request
 from trimtab.errors import UserError
 from trimtab.rewards.functions import CallableReward, register_functions
-from trimtab.rewards.types import RewardFailed, RewardRequest
+from trimtab.rewards.types import RewardFailed
 
 
-def make_reward_request(*responses):
-    prompts = [f"p{i}" for i in range(len(responses))]
-    labels = [str(i) for i in range(len(responses))]
-    return RewardRequest([p + r for p, r in zip(prompts, responses)], prompts, list(responses), labels)
+def request(*responses):
+    numbers = [*map(str, range(len(responses)))]
+    return make_reward_request([*responses], numbers, [f"p{number}" for number in numbers])
 
 
 def reward_of(function):
@@ -31,10 +31,10 @@ def test_every_signature_is_called_in_this_process():
     def verl(data_source, solution_str, ground_truth, extra_info=None):
         return {"score": float(len(solution_str)), "half": len(solution_str) / 2}
 
-    request = make_reward_request("a", "bcd")
-    assert reward_of(openrlhf)(request).rewards == [3.0, 5.0] and seen == [["0", "1"]]
-    assert reward_of(trl)(request).rewards == [1.0, 3.0]
-    result = reward_of(verl)(request)
+    asked = request("a", "bcd")
+    assert reward_of(openrlhf)(asked).rewards == [3.0, 5.0] and seen == [["0", "1"]]
+    assert reward_of(trl)(asked).rewards == [1.0, 3.0]
+    result = reward_of(verl)(asked)
     assert result.rewards == [1.0, 3.0] and result.logs["half"] == [0.5, 1.5]
 
 
@@ -43,9 +43,9 @@ def test_what_a_function_does_to_its_lists_stays_with_it():
         prompts.clear()
         return [0.0] * len(queries)
 
-    request = make_reward_request("a", "b")
-    reward_of(greedy)(request)
-    assert request.prompts == ["p0", "p1"]
+    asked = request("a", "b")
+    reward_of(greedy)(asked)
+    assert asked.prompts == ["p0", "p1"]
 
 
 def test_an_async_function_is_awaited_where_a_loop_runs_and_where_none_does():
@@ -54,9 +54,9 @@ def test_an_async_function_is_awaited_where_a_loop_runs_and_where_none_does():
         return [1.0] * len(completions)
 
     async def in_a_notebook():
-        return reward_of(slow)(make_reward_request("a"))
+        return reward_of(slow)(request("a"))
 
-    assert reward_of(slow)(make_reward_request("a")).rewards == [1.0]
+    assert reward_of(slow)(request("a")).rewards == [1.0]
     assert asyncio.run(in_a_notebook()).rewards == [1.0]
 
 
@@ -67,14 +67,14 @@ def test_a_failure_names_the_row_and_the_line_and_keeps_the_exception():
     with pytest.raises(
         RewardFailed, match=r"f failed on row 2 \(prompt 'p2'\): ZeroDivisionError.*\(line \d+\)"
     ) as raised:
-        reward_of(picky)(make_reward_request("a", "b", "c", "d"))
+        reward_of(picky)(request("a", "b", "c", "d"))
     assert isinstance(raised.value.__cause__.__cause__, ZeroDivisionError)
 
 
 @pytest.mark.parametrize("answer", [["x"], [1.0, 2.0], None, [float("nan")]])
 def test_what_is_no_reward_is_told(answer):
     with pytest.raises(RewardFailed, match="reward"):
-        reward_of(lambda queries, prompts, labels: answer)(make_reward_request("a"))
+        reward_of(lambda queries, prompts, labels: answer)(request("a"))
 
 
 def test_a_function_that_is_not_here_or_not_known_says_what_to_do():

@@ -7,12 +7,10 @@ import torch
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
     LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
 )
 
+from tests.rewards.encoder import write_encoder
 from tests.tiny import tiny_model
 from trimtab.config.objective_options import RewardHeadOptions
 from trimtab.config.training_options import LoadOptions
@@ -46,6 +44,10 @@ def folder(tmp_path_factory):
     return folder
 
 
+def model_reward(folder, **how) -> ModelReward:
+    return ModelReward(str(folder), Options(), find_device(), **how)
+
+
 def sample_request(tokenizer=None, ended=True, **columns) -> RewardRequest:
     end = "<eos>" if ended else ""
     queries = [prompt + response + end for prompt, response in zip(PROMPTS, RESPONSES)]
@@ -70,7 +72,7 @@ def whole_texts() -> list[str]:
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_ids_and_text_of_the_policys_tokenizer_give_hugging_faces_scores(folder, ended):
-    reward = ModelReward(str(folder), Options(), find_device(), policy_tokenizer=make_tokenizer(), max_tokens=30)
+    reward = model_reward(folder, policy_tokenizer=make_tokenizer(), max_tokens=30)
     assert reward.reads_ids
     from_ids = reward(sample_request(make_tokenizer(), ended)).rewards
     from_text = reward(sample_request(None, ended)).rewards
@@ -80,7 +82,7 @@ def test_ids_and_text_of_the_policys_tokenizer_give_hugging_faces_scores(folder,
 
 
 def test_ids_are_read_and_not_the_text_beside_them(folder):
-    reward = ModelReward(str(folder), Options(), find_device(), policy_tokenizer=make_tokenizer())
+    reward = model_reward(folder, policy_tokenizer=make_tokenizer())
     request = sample_request(make_tokenizer())
     other = RewardRequest(["?"] * 3, PROMPTS, ["?"] * 3, [None] * 3, {}, request.prompt_ids, request.response_ids)
     assert reward(other).rewards == reward(request).rewards
@@ -89,7 +91,7 @@ def test_ids_are_read_and_not_the_text_beside_them(folder):
 def test_another_tokenizer_makes_the_model_render_the_conversation_itself(folder):
     policy = make_tokenizer()
     policy.add_special_tokens({"eos_token": "<end>"})
-    reward = ModelReward(str(folder), Options(), find_device(), policy_tokenizer=policy, messages_key="input")
+    reward = model_reward(folder, policy_tokenizer=policy, messages_key="input")
     turns = [[{"role": "user", "content": f"sort {n}>"}] for n in (4931, 86420)] + ["hello?"]
     responses = [response + "<end>" for response in RESPONSES]
     request = RewardRequest(["unreadable"] * 3, PROMPTS, responses, [None] * 3, {"input": turns}, [[1]] * 3, [[2]] * 3)
@@ -98,35 +100,23 @@ def test_another_tokenizer_makes_the_model_render_the_conversation_itself(folder
 
 
 def test_normalised_rewards_use_the_mean_and_deviation_of_the_config(folder):
-    plain = ModelReward(str(folder), Options(), find_device())(sample_request()).rewards
-    normal = ModelReward(str(folder), Options(), find_device(), normalize=True)(sample_request()).rewards
+    plain = model_reward(folder)(sample_request()).rewards
+    normal = model_reward(folder, normalize=True)(sample_request()).rewards
     assert normal == pytest.approx([(reward - 0.5) / 2.0 for reward in plain])
 
 
 def test_samples_are_cut_at_max_len_and_passes_do_not_change_scores(folder):
-    cut = ModelReward(str(folder), Options(), find_device(), max_len=6)(sample_request()).rewards
+    cut = model_reward(folder, max_len=6)(sample_request()).rewards
     tokenizer = AutoTokenizer.from_pretrained(folder)
     first = [tokenizer.decode(tokenizer(text)["input_ids"][:6]) for text in whole_texts()]
     assert cut == pytest.approx(expected(folder, first), abs=1e-5)
-    one_by_one = ModelReward(str(folder), Options(), find_device(), max_samples=1)(sample_request()).rewards
+    one_by_one = model_reward(folder, max_samples=1)(sample_request()).rewards
     assert one_by_one == pytest.approx(expected(folder, whole_texts()), abs=1e-5)
 
 
 def test_an_encoder_with_one_score_is_a_reward_model_too(tmp_path):
-    core = make_tokenizer().backend_tokenizer
-    from tokenizers import processors
-
-    core.post_processor = processors.TemplateProcessing(
-        single="<user> $A <unk>", special_tokens=[("<user>", 3), ("<unk>", 2)]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>")
-    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), num_labels=1, **size))
-    torch.nn.init.normal_(model.classifier.weight, std=1.0)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    rewards = ModelReward(str(tmp_path), Options(), find_device())(sample_request(ended=False)).rewards
+    write_encoder(tmp_path)
+    rewards = model_reward(tmp_path)(sample_request(ended=False)).rewards
     texts = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES)]
     assert rewards == pytest.approx(expected(tmp_path, texts), abs=1e-5)
     assert len(set(rewards)) == 3
@@ -137,11 +127,11 @@ def test_a_model_without_a_head_and_a_config_without_a_mean_are_refused(folder, 
     tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"--reward_pretrain .*without a trained score head"):
-        ModelReward(str(tmp_path), Options(), find_device())
+        model_reward(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     for name in ("mean", "std"):
         config.pop(name)
     AutoModelForSequenceClassification.from_pretrained(folder).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="no mean and std"):
-        ModelReward(str(tmp_path), Options(), find_device(), normalize=True)
+        model_reward(tmp_path, normalize=True)

@@ -1,21 +1,15 @@
-"""PaddleNLP's client against our server and our client against PaddleNLP's server. Both of theirs are written here from
-the protocol, with the standard library: the bytes on the wire are what is compared."""
+"""PaddleNLP's client against our server. It is written here from the protocol, with the standard library: the bytes on
+the wire are what is compared. tests/rewards/test_client.py has our client against PaddleNLP's server."""
 
-import contextlib
 import json
 import re
 import socket
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from tests.rewards.running import running
-from tests.rewards.samples import make_reward_request
 from trimtab.data.conversion import prompt_of, source_and_target
 from trimtab.embedded.knights_task import make_puzzles
-from trimtab.rewards.client import RemoteReward
-from trimtab.rewards.types import RewardFailed
 from trimtab.rewards.verifiers import make_verifier
 
 PUZZLE = source_and_target(
@@ -30,9 +24,6 @@ GOLDEN = {  # response: total
     "hm</think><answer>(1) Zoey is a knight</answer>": -1.0,
     f"The answer is {SOLUTION}": -3.0,
 }
-
-
-# ---- their client, our server
 
 
 class TheirClient:
@@ -124,102 +115,5 @@ def test_their_client_never_gets_a_number_for_a_failure_nor_is_it_harmed_by_one(
     assert knights.scores([], [], []) == []
 
 
-# ---- our client, their server
-
-
-class TheirServer(ThreadingHTTPServer):
-    """Scores by a table; `faults` say what goes wrong with each of the first requests."""
-
-    daemon_threads = True
-
-    def __init__(self, faults=()):
-        super().__init__(("127.0.0.1", 0), TheirHandler)
-        self.faults, self.seen = iter(faults), []
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-
-class TheirHandler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.seen.append((self.path, self.headers["Content-Type"], content))
-        body = json.loads(content)
-        if not all(isinstance(body.get(name), list) for name in ("src", "tgt", "response")):
-            return self.send(422, {"detail": [{"type": "missing", "loc": ["body"], "msg": "Field required"}]})
-        count, scores = len(body["response"]), [GOLDEN[text] for text in body["response"]]
-        match next(self.server.faults, None):
-            case "exception":  # what its server answers when scoring fails: zeros, and status 200
-                self.send(200, {"error_code": 500, "error_msg": "no such name", "score": [0] * count})
-            case "short":
-                self.send(200, {"error_code": 0, "error_msg": "Success", "score": scores[1:]})
-            case "null":
-                self.send(200, {"error_code": 0, "error_msg": "Success", "score": None})
-            case "nan":
-                self.send(200, {"error_code": 0, "error_msg": "Success", "score": [float("nan")] * count})
-            case "crash":
-                self.send_bytes(500, b"Internal Server Error")
-            case "closed":
-                self.close_connection = True
-            case _:
-                self.send(200, {"error_code": 0, "error_msg": "Success", "score": scores})
-
-    def send(self, status, body):
-        self.send_bytes(status, json.dumps(body, separators=(",", ":")).encode())
-
-    def send_bytes(self, status, content):
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
-
-
-@contextlib.contextmanager
-def asking(faults=(), **how):
-    server = TheirServer(faults)
-    client = RemoteReward([f"http://127.0.0.1:{server.server_port}"], pause=0.001, **how)
-    try:
-        yield server, lambda: client(make_reward_request(list(GOLDEN), [SOLUTION] * 4, [PROMPT] * 4)).rewards
-    finally:
-        client.close()
-        server.shutdown()
-        server.server_close()
-
-
-def test_our_request_is_what_their_client_would_send_byte_for_byte():
-    with asking() as (server, ask):
-        assert ask() == list(GOLDEN.values())
-    expected = json.dumps({"src": [PROMPT] * 4, "tgt": [SOLUTION] * 4, "response": list(GOLDEN)}).encode()
-    assert server.seen == [("/", "application/json", expected)]
-    assert prompt_of("Zoey says: Owen lies. Who is what?") == PROMPT, "the whole prompt, its template included"
-
-
-ALL_FAULTS = ["exception", "short", "null", "nan", "crash", "closed"]
-
-
-def test_every_fault_of_their_server_is_asked_again_and_none_becomes_a_reward():
-    with asking(ALL_FAULTS, attempts=len(ALL_FAULTS) + 1) as (server, ask):
-        assert ask() == list(GOLDEN.values())
-    # As long as no reply was good, the other protocol is tried at the address too: its server refuses that.
-    asked = [json.loads(content) for *_, content in server.seen]
-    assert sum("src" in body for body in asked) == len(ALL_FAULTS) + 1
-
-
-@pytest.mark.parametrize(
-    "fault, words",
-    [
-        ("exception", "error 500: no such name"),
-        ("short", "score: 3 for 4 samples"),
-        ("null", "score"),
-        ("nan", "score of row 0 is nan"),
-        ("crash", "HTTP status 500 'Internal Server Error'"),
-        ("closed", "disconnected"),
-    ],
-)
-def test_a_fault_that_stays_stops_the_run_with_its_name(fault, words):
-    with asking([fault] * 20, attempts=2, protocol="paddlenlp") as (_, ask), pytest.raises(RewardFailed, match=words):
-        ask()
+def test_the_prompt_that_is_sent_has_its_whole_template():
+    assert prompt_of("Zoey says: Owen lies. Who is what?") == PROMPT

@@ -30,11 +30,15 @@ class Watched(Lengths):
 GROUPS = [["a", "bb"], ["ccc"], ["dddd", "e", "ff"]]
 
 
+def submit(rewards):
+    for group in GROUPS:
+        rewards.submit(make_reward_request(group))
+
+
 @pytest.mark.parametrize("concurrent", [True, False])
 def test_results_come_in_the_order_of_submission(concurrent):
     with RewardQueue(Watched(concurrent)) as rewards:
-        for group in GROUPS:
-            rewards.submit(make_reward_request(group))
+        submit(rewards)
         assert [result.rewards for result in rewards.results()] == [[1.0, 2.0], [3.0], [4.0, 1.0, 2.0]]
         assert [r for part in rewards.results() for r in part.rewards] == [1.0, 2.0, 3.0, 4.0, 1.0, 2.0]
 
@@ -52,8 +56,7 @@ def test_the_first_samples_are_scored_before_the_last_ones_are_there():
 def test_a_reward_that_runs_a_model_here_is_called_only_when_results_are_asked_for():
     reward = Watched(concurrent=False)
     with RewardQueue(reward) as rewards:
-        for group in GROUPS:
-            rewards.submit(make_reward_request(group))
+        submit(rewards)
         assert reward.seen == []
         list(rewards.results())
     assert reward.threads == {threading.current_thread()}
@@ -61,8 +64,7 @@ def test_a_reward_that_runs_a_model_here_is_called_only_when_results_are_asked_f
 
 def test_a_failure_is_raised_in_its_place_and_the_results_before_it_are_kept():
     with RewardQueue(Watched(concurrent=False, fails_at=1)) as rewards:
-        for group in GROUPS:
-            rewards.submit(make_reward_request(group))
+        submit(rewards)
         results = rewards.results()
         assert next(results).rewards == [1.0, 2.0]
         with pytest.raises(RewardFailed, match="no reward for row 0") as caught:
@@ -81,7 +83,7 @@ def test_a_failure_is_raised_at_the_next_submission_so_that_nobody_generates_in_
 
 
 def test_leaving_early_drops_what_has_not_begun():
-    reward, entered, leave = Watched(), threading.Event(), threading.Event()
+    entered, leave = threading.Event(), threading.Event()
 
     class Slow(Watched):
         def __call__(self, request):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rollout.answers import converse
 from tests.rollout.test_builtin_engine import policy_of, prompts
 from trimtab.models import attention as packed
 from trimtab.rollout.builtin import attention, cuda_graphs
@@ -59,13 +60,18 @@ def reader(policy, size=4):
     return ModelRunner(policy, cache), pages
 
 
+def read_before(runner, texts, read, pages):
+    if any(read):
+        runner.prefill([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
+
+
 @torch.no_grad()
 def read_on(policy):
     """The last hidden states of texts of which some was read before, all at once, and the cache."""
     runner, pages = reader(policy)
     texts = prompts(WHOLE)
     with runner:
-        runner.prefill([(text[:done], 0, own) for text, done, own in zip(texts, READ, pages) if done])
+        read_before(runner, texts, READ, pages)
         hidden = runner.prefill([*zip(texts, READ, pages)])
     return hidden, runner.cache
 
@@ -96,22 +102,11 @@ def test_going_on_in_one_row_equals_block_by_block_and_reading_at_once(family, m
 
 
 def test_conversations_that_go_on_in_one_row_draw_what_they_draw_block_by_block(calls, monkeypatch):
-    def played():
-        found = []
-        with BuiltinEngine(policy, page_size=4).session(SamplingParams(max_new_tokens=5)) as session:
-            for number, ids in enumerate(prompts((9, 17, 17, 4))):
-                session.add(ids, seed=number)
-            for rollout in session:
-                found.append((rollout.prompt, rollout.ids))
-                if len(rollout.prompt_ids) < 30:
-                    session.add(rollout.prompt_ids + rollout.ids + [7, 8, 9][: 1 + rollout.prompt % 3], seed=3)
-        return found
-
-    policy = policy_of()
-    found = played()
-    assert len(found) > 10 and any(sequences.key_rows is not None for sequences in calls)
+    engine, texts = BuiltinEngine(policy_of(), page_size=4), prompts((9, 17, 17, 4))
+    found = converse(engine, texts)
+    assert any(sequences.key_rows is not None for sequences in calls)
     monkeypatch.undo()
-    assert found == played()
+    assert [(r.prompt, r.ids) for r in found] == [(r.prompt, r.ids) for r in converse(engine, texts)]
 
 
 @pytest.fixture
@@ -134,8 +129,7 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, cal
     expected = read_at_once(policy)
     runner, pages = reader(policy)
     with torch.no_grad(), runner:
-        if any(read):
-            runner.prefill([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
+        read_before(runner, texts, read, pages)
         found = []
         for _ in range(4):
             found.append((reads.prefill(runner, [*zip(texts, read, pages)]), len(made)))
@@ -166,8 +160,7 @@ def test_a_larger_size_that_was_prepared_is_read_in_with_the_same_numbers(read, 
             (256, 256, 8192, 64), (128, 256, 8192, 64), (256, 256, 4096, 64), (128, 256, 4096, 64),
             (256, 256, 0, 64), (128, 256, 0, 64),
         ]  # fmt: skip
-        if any(read):
-            runner.prefill([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
+        read_before(runner, texts, read, pages)
         for _ in range(4):
             found = reads.prefill(runner, [*zip(texts, read, pages)])
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

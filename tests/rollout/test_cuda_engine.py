@@ -8,11 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rollout.answers import (
+    DoneAgain,
+    check_log_probs,
+    fill_adapters,
+    ids_of,
+    sampled_log_probs,
+    trained_log_probs,
+)
 from tests.rollout.kernel_device import DEVICE
 from tests.rollout.test_builtin_engine import prompts
 from tests.rollout.test_partial_rollouts import assert_same, changed, check_under_new_weights, interrupted, trained
 from tests.tiny import tiny_model
-from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin import attention, cuda_graphs, fused_layers, linear, model_runner, sampler
@@ -33,12 +40,6 @@ TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "max_num_seqs": 3, "page_
 SHORT, NEW = (prompts((5, 17, 33, 1)), 20) if DEVICE == "cuda" else (prompts((3, 9)), 6)
 OUTLIVES = pytest.mark.skipif(DEVICE == "cpu", reason="what is done again is done with the session it was made in")
 USERS_OF_KERNELS = (attention, linear, model_runner, sampler)
-
-
-class DoneAgain:
-    def __init__(self, work, pool):
-        work()
-        self.replay, self.pool = work, lambda: None
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ def policy_of(family="llama", dtype=torch.float32, **changes):
 
 
 def answers(policy, sampling, given=SHORT, **memory):
-    return [a.ids for a in BuiltinEngine(policy, **memory).generate(given, sampling)]
+    return ids_of(BuiltinEngine(policy, **memory).generate(given, sampling))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2", "qwen3", "mistral"])
@@ -139,12 +140,8 @@ def test_log_probs_equal_the_trainers(temperature, late):
     policy = policy_of()
     sampling = SamplingParams(max_new_tokens=NEW, n=2, temperature=temperature, plain_log_probs=True, **late)
     given = BuiltinEngine(policy, **TIGHT).generate(SHORT, sampling)
-    whole = [np.array(a.prompt_ids + a.ids) for a in given]
-    examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)]
-    batch = TokenBatch.of(examples).to(torch.device(DEVICE))
-    for name, heat in (("log_probs", temperature), ("plain_log_probs", 1.0)):
-        sampled = torch.from_numpy(np.concatenate([getattr(a, name) for a in given]))
-        torch.testing.assert_close(sampled, policy(batch, temperature=heat).log_probs_N.cpu(), atol=1e-5, rtol=1e-5)
+    check_log_probs(policy, given, temperature)
+    check_log_probs(policy, given, name="plain_log_probs")
 
 
 @OUTLIVES
@@ -159,13 +156,13 @@ def test_recordings_follow_the_weights_and_survive_a_nap():
     with torch.no_grad():
         for parameter, other in zip(policy.parameters(), others):
             parameter.copy_(other)
-    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used.captured.decodes is kept
+    assert ids_of(used.generate(SHORT, sampling)) == fresh and used.captured.decodes is kept
     for parameter, other in zip(policy.parameters(), others):
         parameter.data = other.clone()  # elsewhere now
-    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used.captured.decodes is not kept
+    assert ids_of(used.generate(SHORT, sampling)) == fresh and used.captured.decodes is not kept
     used.sleep()
     assert used.captured.decodes is None
-    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh
+    assert ids_of(used.generate(SHORT, sampling)) == fresh
 
 
 @OUTLIVES
@@ -225,15 +222,12 @@ def test_adapters_are_part_of_what_is_recorded(monkeypatch):
     policy.model = add_adapters(
         policy.model, LoraOptions(lora_rank=4, lora_alpha=8, target_modules=["q_proj", "up_proj"])
     )
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.5)
+    fill_adapters(policy, 0.5)
     used = BuiltinEngine(policy)
     assert used.fused is not None
-    attached = [a.ids for a in used.generate(SHORT, sampling)]
+    attached = ids_of(used.generate(SHORT, sampling))
     with adapters_off(policy.model):
-        assert [a.ids for a in used.generate(SHORT, sampling)] == without != attached
+        assert ids_of(used.generate(SHORT, sampling)) == without != attached
     use_kernels(monkeypatch, False)
     assert answers(policy, sampling) == attached
 
@@ -248,20 +242,13 @@ def test_kernels_with_adapters_sample_from_the_adapted_policy(targets, monkeypat
     monkeypatch.setattr(adapted_kernels, "DTYPES", (dtype,))
     policy = policy_of("llama", dtype, hidden_size=64, num_key_value_heads=4, spread=0.1)
     policy.model = add_adapters(policy.model, LoraOptions(lora_rank=4, lora_alpha=8, target_modules=targets))
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.2)
+    fill_adapters(policy, 0.2)
     multiplied = []
     height = adapted_kernels._height
     monkeypatch.setattr(adapted_kernels, "_height", lambda layers: multiplied.append(len(layers)) or height(layers))
     given = BuiltinEngine(policy).generate(SHORT, SamplingParams(max_new_tokens=NEW, n=2))
     assert {2, 3} <= set(multiplied)
-    whole = [np.array(a.prompt_ids + a.ids) for a in given]
-    batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)])
-    with torch.no_grad():
-        expected = policy(batch.to(torch.device(DEVICE))).log_probs_N.cpu().numpy()
-    off = np.abs(np.concatenate([a.log_probs for a in given]) - expected)
+    off = (sampled_log_probs(given) - trained_log_probs(policy, given)).abs()
     assert off.max() < 1e-4 if dtype == torch.float32 else off.mean() < 5e-2
 
 
@@ -328,11 +315,8 @@ def test_reading_on_in_one_row_equals_block_by_block(family, kv_heads, most, mon
 def test_log_probs_in_half_precision_are_the_trainers_but_for_rounding():
     policy = policy_of(dtype=torch.bfloat16, spread=0.05)
     given = BuiltinEngine(policy).generate(prompts(), SamplingParams(max_new_tokens=40, n=8))
-    whole = [np.array(a.prompt_ids + a.ids) for a in given]
-    examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)]
-    trained = policy(TokenBatch.of(examples).to(torch.device(DEVICE))).log_probs_N.detach().cpu().numpy()
-    difference = trained - np.concatenate([a.log_probs for a in given])
-    assert np.abs(difference).mean() < 5e-3 and abs(np.exp(difference).mean() - 1) < 1e-3
+    difference = trained_log_probs(policy, given) - sampled_log_probs(given)
+    assert difference.abs().mean() < 5e-3 and abs(difference.exp().mean() - 1) < 1e-3
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # the second with biases
@@ -345,12 +329,9 @@ def test_int8_kernels_sample_from_the_policy_that_unpacking_gives(family, monkey
     policy = policy_of(family, dtype, **wide)
     given = BuiltinEngine(policy, weight_only_int8=True).generate(SHORT, SamplingParams(max_new_tokens=NEW, n=2))
     assert len(multiplied) > NEW
-    whole = [np.array(a.prompt_ids + a.ids) for a in given]
-    batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)])
     use_kernels(monkeypatch, False)
-    with torch.no_grad(), linear.Int8Layers(policy):
-        expected = policy(batch.to(torch.device(DEVICE))).log_probs_N.cpu().numpy()
-    off = np.abs(np.concatenate([a.log_probs for a in given]) - expected)
+    with linear.Int8Layers(policy):
+        off = (sampled_log_probs(given) - trained_log_probs(policy, given)).abs()
     assert off.max() < 1e-4 if dtype == torch.float32 else off.mean() < 5e-2
 
 
@@ -362,9 +343,9 @@ def test_a_model_that_cannot_be_recorded_decodes_step_by_step(monkeypatch):
     expected = answers(policy, sampling)
     monkeypatch.setattr(cuda_graphs, "capture_graph", refuse)
     used = BuiltinEngine(policy)
-    assert [a.ids for a in used.generate(SHORT, sampling)] == expected
+    assert ids_of(used.generate(SHORT, sampling)) == expected
     assert not used.captured.possible
-    assert [a.ids for a in used.generate(SHORT, sampling)] == expected and used.captured.decodes is None
+    assert ids_of(used.generate(SHORT, sampling)) == expected and used.captured.decodes is None
 
 
 def mixed(policy, settings, **memory):

@@ -4,16 +4,11 @@ replayed by doing the work again, so this runs anywhere."""
 import numpy as np
 import pytest
 
+from tests.rollout.answers import DoneAgain, ids_of
 from tests.rollout.test_builtin_engine import policy_of, prompts
 from trimtab.rollout.builtin import cuda_graphs
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
-
-
-class DoneAgain:
-    def __init__(self, work, pool):
-        work()
-        self.replay, self.pool = work, lambda: None
 
 
 @pytest.fixture(autouse=True)
@@ -44,60 +39,57 @@ def test_recorded_steps_draw_what_single_ones_draw(memory):
         found = engine.generate(asked, settings, limits=limits)
         assert engine.captured.possible and engine.captured.decodes.graphs
         engine.captured.decodes.graphs.clear()  # what is done again is done in the session it was made in
-        assert [a.ids for a in found] == [a.ids for a in expected]
+        assert ids_of(found) == ids_of(expected)
         assert [a.finish for a in found] == [a.finish for a in expected]
         for ours, theirs in zip(found, expected):
             np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5)
     assert {a.finish for a in expected} == {"stop", "length"} and len({len(a.ids) for a in expected}) > 5
 
 
+SETTINGS, ASKED = SamplingParams(max_new_tokens=20, stop_token_ids=(7, 11, 19)), prompts((5, 17, 33, 1, 9, 21), seed=3)
+
+
+def by_number(rollouts):
+    return {rollout.prompt: rollout.ids for rollout in rollouts}
+
+
+def step_by_step(policy, **how):
+    return by_number(BuiltinEngine(policy, eager=True).generate(ASKED, SETTINGS, seeds=range(6), **how))
+
+
 def test_requests_that_come_between_looks_find_rows_that_others_left():
-    policy = policy_of()
-    engine, settings = BuiltinEngine(policy), SamplingParams(max_new_tokens=30, stop_token_ids=(7, 11, 19))
-    asked = prompts((5, 17, 33, 1, 9, 21), seed=3)
-    limits = [9, 30, 12, 30, 25, 30]
-    expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(6), limits=limits)
-    found = {}
-    with engine.session(settings) as session:
-        for number, ids in enumerate(asked):
+    policy, limits, found = policy_of(), [9, 20, 12, 20, 15, 20], {}
+    with BuiltinEngine(policy).session(SETTINGS) as session:
+        for number, ids in enumerate(ASKED):
             session.add(ids, seed=number, limit=limits[number])
-            found |= {rollout.prompt: rollout.ids for rollout in session.step(4)}
-        found |= {rollout.prompt: rollout.ids for rollout in session}
-    assert [found[number] for number in range(6)] == [rollout.ids for rollout in expected]
+            found |= by_number(session.step(4))
+        found |= by_number(session)
+    assert found == step_by_step(policy, limits=limits)
 
 
 def test_what_is_asked_while_a_device_draws_is_drawn_as_ever():
-    policy = policy_of()
-    settings = SamplingParams(max_new_tokens=20, stop_token_ids=(7, 11, 19))
-    asked = prompts((5, 17, 33, 1, 9, 21), seed=3)
-    expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(6))
-    with BuiltinEngine(policy, max_num_seqs=4).session(settings) as session:
-        coming = iter(range(6))
+    policy, coming = policy_of(), iter(range(6))
+    with BuiltinEngine(policy, max_num_seqs=4).session(SETTINGS) as session:
 
         def ask() -> None:
             for number in coming:
-                session.add(asked[number], seed=number)
+                session.add(ASKED[number], seed=number)
                 break
 
         session.meanwhile = ask
         ask()
-        found = {rollout.prompt: rollout.ids for rollout in session}
-    assert [found[number] for number in range(6)] == [rollout.ids for rollout in expected]
+        assert by_number(session) == step_by_step(policy)
 
 
 def test_what_is_prepared_is_all_that_is_recorded_and_draws_the_same(monkeypatch):
-    policy, made = policy_of(), []
+    policy, made, found = policy_of(), [], {}
     monkeypatch.setattr(cuda_graphs, "capture_graph", lambda work, pool: made.append(work) or DoneAgain(work, pool))
-    settings = SamplingParams(max_new_tokens=20, stop_token_ids=(7, 11))
-    asked = prompts((5, 17, 33, 1, 9), seed=3)
-    expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(5))
-    with BuiltinEngine(policy, max_num_seqs=5).session(settings) as session:
+    with BuiltinEngine(policy, max_num_seqs=6).session(SETTINGS) as session:
         session.prepare(64)
         assert len(made) == 4  # steps of 1, 2, 4 and 8 rows
-        found = {}
-        for number, ids in enumerate(asked):
+        for number, ids in enumerate(ASKED):
             session.add(ids, seed=number)
-            found |= {rollout.prompt: rollout.ids for rollout in session.step(0)}  # read, and one token drawn
+            found |= by_number(session.step(0))  # read, and one token drawn
             assert set(session.output_lengths().values()) == {1}
-        found |= {rollout.prompt: rollout.ids for rollout in session}
-    assert [found[number] for number in range(5)] == [rollout.ids for rollout in expected] and len(made) == 4
+        found |= by_number(session)
+    assert found == step_by_step(policy) and len(made) == 4

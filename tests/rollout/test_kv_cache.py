@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rollout.answers import ids_of
 from tests.rollout.test_builtin_engine import policy_of, prompts
 from trimtab.distributed.device import free_memory
 from trimtab.errors import UserError
@@ -113,23 +114,26 @@ def test_a_session_whose_requests_are_all_over_takes_a_longer_one(free, scarce):
         assert rollout.ids == alone.ids
 
 
-def test_to_ask_for_room_costs_nothing_of_what_is_kept():
-    pool = BlockPool(8, 4)
-    kept = PrefixCache(pool, 0)
+def scheduler_of(pages):
+    """With pages of four tokens for so many, one sequence at once, and what is kept."""
+    kept = PrefixCache(BlockPool(pages, 4), 0)
     kept.enabled = True
+    return Scheduler(kept, max_num_seqs=1), kept, kept.pool
+
+
+def sequence(text, limit):
+    prompt = PromptState(0, text, 1)
+    return SequenceState.of(prompt, Trajectory.empty(0), seed=0, limit=limit, sampling=SamplingParams())
+
+
+def test_to_ask_for_room_costs_nothing_of_what_is_kept():
+    scheduler, kept, pool = scheduler_of(8)
     shared = [5] * 4
     for ids in ([7] * 8, shared):
         pages = pool.allocate(pool.needed(len(ids)))
         kept.insert(ids, pages)
         pool.free(pages)
-    scheduler = Scheduler(kept, max_num_seqs=1)
-    scheduler.add(
-        [
-            SequenceState.of(
-                PromptState(0, [*shared, 1], 1), Trajectory.empty(0), seed=0, limit=100, sampling=SamplingParams()
-            )
-        ]
-    )
+    scheduler.add([sequence([*shared, 1], 100)])
     (admission,) = scheduler.schedule()
     admission.sample.ids.extend(np.array([1]), 1)
     scheduler.prefill_done()
@@ -144,15 +148,11 @@ def test_to_ask_for_room_costs_nothing_of_what_is_kept():
 
 
 def test_what_has_finished_is_kept_when_it_is_put_away_and_at_the_latest_when_pages_are_short():
-    pool = BlockPool(4, 4)
-    kept = PrefixCache(pool, 0)
-    kept.enabled = True
-    scheduler, text = Scheduler(kept, max_num_seqs=1), [3] * 9
+    scheduler, kept, pool = scheduler_of(4)
+    text = [3] * 9
 
     def finish_one() -> None:
-        sample = SequenceState.of(
-            PromptState(0, text, 1), Trajectory.empty(0), seed=0, limit=4, sampling=SamplingParams()
-        )
+        sample = sequence(text, 4)
         scheduler.add([sample])
         assert len(scheduler.schedule()) == 1  # which needs three pages, and copies one
         sample.ids.extend(np.array([8, 8, 8, 8]), 4)
@@ -172,17 +172,9 @@ def test_what_has_finished_is_kept_when_it_is_put_away_and_at_the_latest_when_pa
 
 
 def test_who_waits_already_need_not_wait_for_what_has_finished_to_be_put_away():
-    pool = BlockPool(8, 4)
-    kept = PrefixCache(pool, 0)
-    kept.enabled = True
-    scheduler = Scheduler(kept, max_num_seqs=1)
-    one, other = (
-        SequenceState.of(
-            PromptState(number, [number] * 5, 1), Trajectory.empty(0), seed=0, limit=4, sampling=SamplingParams()
-        )
-        for number in range(2)
-    )
-    scheduler.add([one, other])
+    scheduler, kept, _ = scheduler_of(8)
+    one = sequence([0] * 5, 4)
+    scheduler.add([one, sequence([1] * 5, 4)])
     assert len(scheduler.schedule()) == 1
     one.ids.extend(np.array([8, 8]), 2)
     scheduler.prefill_done()
@@ -197,7 +189,7 @@ def test_scarce_memory_changes_no_answer(free):
     expected = BuiltinEngine(policy).generate(prompts(), sampling)
     free(40 * 4 * 2 * 2 * (2 * 8) * 4)  # 40 pages of 4 tokens, and 70 % of that hold one of the longest
     answers = BuiltinEngine(policy, page_size=4).generate(prompts(), sampling)
-    assert [a.ids for a in answers] == [a.ids for a in expected]
+    assert ids_of(answers) == ids_of(expected)
 
 
 def test_no_memory_at_all_is_told_in_one_line(free):

@@ -2,10 +2,10 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 
+from tests.rollout.answers import fill_adapters, ids_of, sampled_log_probs, trained_log_probs
 from tests.rollout.test_builtin_engine import policy_of, prompts
 from tests.samples import random_examples
 from tests.tiny import tiny_model
@@ -21,17 +21,6 @@ from trimtab.rollout.sampling import SamplingParams
 SAMPLING = SamplingParams(max_new_tokens=16, n=2, seed=3)
 
 
-def trained_log_probs(policy, answers):
-    whole = [np.array(a.prompt_ids + a.ids) for a in answers]
-    examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, answers)]
-    with torch.no_grad():
-        return policy(TokenBatch.of(examples)).log_probs_N
-
-
-def sampled_log_probs(answers):
-    return torch.from_numpy(np.concatenate([a.log_probs for a in answers]))
-
-
 def rounded(policy):
     """The same policy, its linear layers but the head and adapters rounded by hand."""
     policy = copy.deepcopy(policy)
@@ -42,12 +31,17 @@ def rounded(policy):
     return policy
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
-def test_answers_are_those_of_rounded_weights_and_close_to_the_trained_ones(family):
-    policy = policy_of(family)
+def answers_of_rounded(policy):
     answers = BuiltinEngine(policy, weight_only_int8=True).generate(prompts(), SAMPLING)
     exact = trained_log_probs(rounded(policy), answers)
     torch.testing.assert_close(sampled_log_probs(answers), exact, atol=1e-4, rtol=1e-4)
+    return answers
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
+def test_answers_are_those_of_rounded_weights_and_close_to_the_trained_ones(family):
+    policy = policy_of(family)
+    answers = answers_of_rounded(policy)
     off = (sampled_log_probs(answers) - trained_log_probs(policy, answers)).abs()
     assert 0 < off.mean() < 0.05 and off.max() < 0.4
 
@@ -87,19 +81,13 @@ def test_new_weights_are_rounded_at_once():
     optimiser.step()
     after = engine.generate(prompts(), SAMPLING)
     fresh = BuiltinEngine(policy, weight_only_int8=True).generate(prompts(), SAMPLING)
-    assert [a.ids for a in after] == [a.ids for a in fresh] != [a.ids for a in before]
+    assert ids_of(after) == ids_of(fresh) != ids_of(before)
     engine.sleep()
-    assert [a.ids for a in engine.generate(prompts(), SAMPLING)] == [a.ids for a in fresh]
+    assert ids_of(engine.generate(prompts(), SAMPLING)) == ids_of(fresh)
 
 
 def test_adapters_are_not_rounded():
-    base = tiny_model("llama")
-    policy = Policy(add_adapters(base, LoraOptions(lora_rank=4, target_modules=["q_proj", "lm_head"])))
-    torch.manual_seed(1)
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.2)
+    policy = Policy(add_adapters(tiny_model("llama"), LoraOptions(lora_rank=4, target_modules=["q_proj", "lm_head"])))
+    fill_adapters(policy, 0.2)
     choose_path(policy)
-    answers = BuiltinEngine(policy, weight_only_int8=True).generate(prompts(), SAMPLING)
-    exact = trained_log_probs(rounded(policy), answers)
-    torch.testing.assert_close(sampled_log_probs(answers), exact, atol=1e-4, rtol=1e-4)
+    answers_of_rounded(policy)

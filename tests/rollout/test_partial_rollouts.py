@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rollout.answers import trained_log_probs
 from tests.rollout.test_builtin_engine import FAMILIES, TIGHT, policy_of, prompts
-from trimtab.data.batches import TokenBatch
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -117,10 +117,7 @@ def changed(policy, engine):
 
 def trained(policy, rollout, temperature):
     """The trainer's log-probs of an answer."""
-    ids = np.array(rollout.prompt_ids + rollout.ids)
-    batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(rollout.prompt_ids))])
-    with torch.no_grad():
-        return policy(batch.to(policy.device), temperature=temperature).log_probs_N.cpu().numpy()
+    return trained_log_probs(policy, [rollout], temperature).numpy()
 
 
 def check_under_new_weights(engine, policy, sampling, steps, limit=1e-5, **given):

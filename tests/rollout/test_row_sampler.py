@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rollout.answers import check_log_probs
 from tests.rollout.test_builtin_engine import TIGHT, policy_of, prompts
-from tests.rollout.test_sampler import LOGITS, SEEDS, VOCABULARY, assert_frequencies, renormalised
+from tests.rollout.test_sampler import LOGITS, SEEDS, SHARES, VOCABULARY, assert_frequencies, renormalised
 from tests.rollout.test_sessions import same
-from trimtab.data.batches import TokenBatch
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -87,10 +87,7 @@ def test_log_probs_of_mixed_requests_are_the_trainers():
             session.add(ids, sampling=setting)
         found = sorted(session, key=lambda r: r.prompt)
     for rollout, setting in zip(found, settings, strict=True):
-        whole = np.array(rollout.prompt_ids + rollout.ids)
-        batch = TokenBatch.of([(whole, np.arange(len(whole)) >= len(rollout.prompt_ids))])
-        expected = policy(batch, temperature=setting.temperature).log_probs_N.detach()
-        torch.testing.assert_close(torch.from_numpy(rollout.log_probs), expected, atol=1e-5, rtol=1e-5)
+        check_log_probs(policy, [rollout], setting.temperature)
 
 
 def test_a_row_by_its_own_numbers_draws_the_samplers_token_to_the_bit():
@@ -110,18 +107,17 @@ def test_a_row_by_its_own_numbers_draws_the_samplers_token_to_the_bit():
 
 @pytest.mark.parametrize("setting, crowd", [(SamplingParams(min_p=0.3), 1), (SamplingParams(min_p=0.1, top_p=0.7), 2)])
 def test_min_p_leaves_what_is_likely_enough_before_top_p_is_counted(setting, crowd):
-    shares = np.exp(LOGITS.double().numpy())
-    left = renormalised(shares, shares >= setting.min_p * shares.max())
+    left = renormalised(SHARES, setting.min_p * SHARES.max() <= SHARES)
     order = np.argsort(-left)
     keep = order[: np.searchsorted(np.cumsum(left[order]), setting.top_p) + 1] if crowd > 1 else left > 0
     expected = renormalised(left, keep)
     assert 1 < (expected > 0).sum() < VOCABULARY
-    logits, count = LOGITS.expand(len(SEEDS), -1), len(SEEDS)
+    logits = LOGITS.expand(len(SEEDS), -1)
     by_one = Sampler(setting, VOCABULARY, torch.device("cpu")).draw(logits, SEEDS, torch.zeros_like(SEEDS), None)
-    settings = [setting, SamplingParams(temperature=0)] * (count // 2)
-    by_row = PerRequestSampler(settings, torch.device("cpu")).draw(logits, SEEDS, torch.zeros_like(SEEDS), None)
     assert_frequencies(np.bincount(by_one.tokens_B.numpy(), minlength=VOCABULARY), expected)
-    assert torch.equal(by_row.tokens_B[::2], by_one.tokens_B[::2])
+    few, settings = SEEDS[:10_000], [setting, SamplingParams(temperature=0)] * 5000
+    by_row = PerRequestSampler(settings, torch.device("cpu")).draw(logits[:10_000], few, torch.zeros_like(few), None)
+    assert torch.equal(by_row.tokens_B[::2], by_one.tokens_B[:10_000:2])
     assert (by_row.tokens_B[1::2] == LOGITS.argmax()).all()
 
 

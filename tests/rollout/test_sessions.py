@@ -1,9 +1,12 @@
 """Requests that are added while others run, and texts that go on from what was read before."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
+from tests.rollout.answers import check_log_probs, fill_adapters
 from tests.rollout.test_builtin_engine import TIGHT, policy_of, prompts
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.training_options import LoraOptions
@@ -14,7 +17,7 @@ from trimtab.models.lora import adapters_off, add_adapters
 from trimtab.models.proposal_policies import SharedBasePolicy
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.engine import Session
-from trimtab.rollout.sampling import SamplingParams
+from trimtab.rollout.sampling import SamplingParams, request_seed
 
 GREEDY, DRAWN = SamplingParams(max_new_tokens=21, temperature=0), SamplingParams(max_new_tokens=21, temperature=0.9)
 FIRST, NEWS = prompts((37,))[0], prompts((11,), seed=5)[0]
@@ -60,11 +63,7 @@ def test_a_second_turn_equals_the_text_read_anew_and_reads_only_what_is_new(fami
 
 def test_log_probs_of_a_second_turn_are_the_trainers():
     policy = policy_of()
-    _, two, _, _ = two_turns(BuiltinEngine(policy), DRAWN)
-    whole = np.array(two.prompt_ids + two.ids)
-    batch = TokenBatch.of([(whole, np.arange(len(whole)) >= len(two.prompt_ids))])
-    expected = policy(batch, temperature=0.9).log_probs_N.detach()
-    torch.testing.assert_close(torch.from_numpy(two.log_probs), expected, atol=1e-5, rtol=1e-5)
+    check_log_probs(policy, two_turns(BuiltinEngine(policy), DRAWN)[1:2], 0.9)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32])
@@ -109,19 +108,13 @@ def write_past_the_count(policy):
     policy.inner.model.layers[0].mlp.up_proj.weight.data.mul_(-1)
 
 
-def step(policy):
+def step(policy, fused=False):
     policy.train()
     policy(TokenBatch.of([(np.array(FIRST), np.arange(37) > 3)])).log_probs_N.sum().backward()
-    torch.optim.AdamW(policy.parameters(), lr=0.05).step()
+    torch.optim.AdamW(policy.parameters(), lr=0.05, fused=fused).step()
 
 
-def fused_step(policy):
-    policy.train()
-    policy(TokenBatch.of([(np.array(FIRST), np.arange(37) > 3)])).log_probs_N.sum().backward()
-    torch.optim.AdamW(policy.parameters(), lr=0.05, fused=True).step()
-
-
-@pytest.mark.parametrize("change", [write_in_place, write_past_the_count, step, fused_step])
+@pytest.mark.parametrize("change", [write_in_place, write_past_the_count, step, partial(step, fused=True)])
 def test_nothing_that_other_weights_have_read_is_used(change):
     policy = policy_of()
     engine = BuiltinEngine(policy, prefix_caching=True)
@@ -135,9 +128,7 @@ def test_nothing_that_other_weights_have_read_is_used(change):
 def test_adapters_on_and_off_do_not_share_what_they_read():
     policy = policy_of()
     policy.model = add_adapters(policy.model, LoraOptions(lora_rank=4, target_modules=["all-linear"]))
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.3)
+    fill_adapters(policy, 0.3)
     engine = BuiltinEngine(policy, prefix_caching=True)
     for _ in range(2):
         on = engine.generate([FIRST], GREEDY)[0]
@@ -158,22 +149,17 @@ def test_a_borrowing_policy_reads_anew_after_its_owners_step():
     assert same(engine.generate([FIRST], GREEDY)[0], anew(owner, FIRST, GREEDY, 0))
 
 
-def test_rollouts_carry_the_version_of_the_weights_and_a_new_one_drops_what_was_read():
+def test_rollouts_carry_the_version_of_the_weights_and_a_new_one_drops_what_was_read_as_sleep_does():
     engine = BuiltinEngine(policy_of(), prefix_caching=True)
     assert engine.generate([FIRST], GREEDY)[0].versions.tolist() == [0] * 21
     engine.weights_changed(7)
     assert engine.generate([FIRST], GREEDY)[0].versions.tolist() == [7] * 21
     assert engine.prefilled_tokens == 2 * len(FIRST)
-    with engine.session(GREEDY), pytest.raises(UserError, match="at work"):
-        engine.weights_changed(8)
-
-
-def test_sleep_drops_what_was_read():
-    engine = BuiltinEngine(policy_of(), prefix_caching=True)
-    engine.generate([FIRST], GREEDY)
     engine.sleep()
     engine.generate([FIRST], GREEDY)
-    assert engine.prefilled_tokens == 2 * len(FIRST)
+    assert engine.prefilled_tokens == 3 * len(FIRST)
+    with engine.session(GREEDY), pytest.raises(UserError, match="at work"):
+        engine.weights_changed(8)
 
 
 def test_what_is_kept_makes_room_the_oldest_first():
@@ -213,11 +199,10 @@ def test_turns_of_many_conversations_in_little_memory_equal_the_texts_read_anew(
             if rollout.sample == 0 and len(rollout.prompt_ids) < 50:
                 session.add(rollout.prompt_ids + rollout.ids + NEWS[:3])
     assert len(found) > 20
-    alone = BuiltinEngine(policy)
-    for rollout in found:
-        # A request without a seed draws by its number.
-        expected = alone.generate([[3]] * rollout.prompt + [rollout.prompt_ids], sampling)[-2 + rollout.sample]
-        assert same(rollout, expected)
+    for rollout in found:  # a request without a seed draws by its number
+        seed = request_seed(sampling.seed, rollout.prompt)
+        alone = BuiltinEngine(policy).generate([rollout.prompt_ids], sampling, seeds=[seed])
+        assert same(rollout, alone[rollout.sample])
     assert engine.memory.pool.num_used == 0
 
 

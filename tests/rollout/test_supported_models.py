@@ -32,6 +32,15 @@ def erring(errors):
     return run_layers
 
 
+def is_believed(model, run_layers, monkeypatch):
+    policy = Policy(model)
+    choose_path(policy)
+    monkeypatch.setattr(FusedLayers, "run_layers", run_layers)
+    with policy.at_work():
+        shape, arguments = ModelRunner.measure(policy)
+        return passes_self_check(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)
+
+
 @pytest.mark.parametrize(
     "dtype, errors, believed",
     [
@@ -44,32 +53,19 @@ def erring(errors):
     ],
 )
 def test_rounding_of_every_layer_is_believed_and_an_error_of_one_is_not(dtype, errors, believed, monkeypatch):
-    policy = Policy(tiny_model("llama", num_hidden_layers=LAYERS, spread=0.1).to(dtype))
-    choose_path(policy)
-    monkeypatch.setattr(FusedLayers, "run_layers", erring(errors))
-    with policy.at_work():
-        shape, arguments = ModelRunner.measure(policy)
-        assert passes_self_check(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4) is believed
+    model = tiny_model("llama", num_hidden_layers=LAYERS, spread=0.1).to(dtype)
+    assert is_believed(model, erring(errors), monkeypatch) is believed
 
 
 def test_layers_that_are_right_alone_and_wrong_together_are_not_believed(monkeypatch):
-    policy = Policy(tiny_model("llama", num_hidden_layers=LAYERS, spread=0.1))
-    choose_path(policy)
     right = erring({})
 
     def run_layers(self, layers, stream, *others):
         return right(self, layers if len(layers) == 1 else layers[:3], stream, *others)
 
-    monkeypatch.setattr(FusedLayers, "run_layers", run_layers)
-    with policy.at_work():
-        shape, arguments = ModelRunner.measure(policy)
-        assert not passes_self_check(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)
+    model = tiny_model("llama", num_hidden_layers=LAYERS, spread=0.1)
+    assert is_believed(model, run_layers, monkeypatch) is False
 
 
 def test_a_model_that_scales_its_embeddings_is_not_believed(monkeypatch):
-    policy = Policy(tiny_model("granite", embedding_multiplier=1.1))
-    choose_path(policy)
-    monkeypatch.setattr(FusedLayers, "run_layers", erring({}))
-    with policy.at_work():
-        shape, arguments = ModelRunner.measure(policy)
-        assert not passes_self_check(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)
+    assert is_believed(tiny_model("granite", embedding_multiplier=1.1), erring({}), monkeypatch) is False

@@ -38,21 +38,23 @@ def answers(policy: Policy, **settings) -> list[Trajectory]:
     return found
 
 
-def cut_over_two(family: str, int8: bool, **changes) -> None:
-    world = find_world(find_device())
-    mesh = Mesh(world, tensor=2)
+def shared_policy(family: str, **changes) -> tuple[Policy, Mesh]:
+    """Over two processes."""
+    mesh = Mesh(find_world(find_device()), tensor=2)
     policy = Policy(tiny_model(family, **changes))
     apply_tensor_parallel(policy, mesh.for_tensor_parallel())
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
-    expected = answers(Policy(tiny_model(family, **changes)), weight_only_int8=int8)
+    return policy, mesh
+
+
+def cut_over_two(family: str, int8: bool) -> None:
+    policy, mesh = shared_policy(family)
+    expected = answers(Policy(tiny_model(family)), weight_only_int8=int8)
     # The second process has room for two sequences at once, and gives its memory back after every call.
     plenty = memory.free_memory
-    engines.free_memory = (lambda device: 0) if world.rank else plenty
-    memory.free_memory = (lambda device: 2**16) if world.rank else plenty
-    found = answers(policy, tensor=mesh.tensor, weight_only_int8=int8)
-    for one, other in zip(found, expected, strict=True):
-        assert (one.prompt, one.sample, one.ids, one.finish) == (other.prompt, other.sample, other.ids, other.finish)
-        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=2e-5, rtol=0)
+    engines.free_memory = (lambda device: 0) if mesh.world.rank else plenty
+    memory.free_memory = (lambda device: 2**16) if mesh.world.rank else plenty
+    assert_same(answers(policy, tensor=mesh.tensor, weight_only_int8=int8), expected, 2e-5)
     leave_world()
 
 
@@ -68,15 +70,11 @@ def test_processes_that_share_every_layer_draw_the_tokens_of_one(family, int8):
 
 def write_on(family: str) -> None:
     """Answers that are cut anywhere; the second process has room for two sequences at once."""
-    world = find_world(find_device())
-    mesh = Mesh(world, tensor=2)
-    policy = Policy(tiny_model(family))
-    apply_tensor_parallel(policy, mesh.for_tensor_parallel())
-    shard(policy, decoder_layers(policy), mesh, zero_stage=3)
+    policy, mesh = shared_policy(family)
     given, sampling = {"given": PROMPTS[:2], "seeds": SEEDS[:2]}, replace(DRAWN, max_new_tokens=12)
     expected = BuiltinEngine(Policy(tiny_model(family))).generate(PROMPTS[:2], sampling, seeds=SEEDS[:2])
-    plenty = memory.free_memory
-    memory.free_memory = (lambda device: 2**16) if world.rank else plenty
+    if mesh.world.rank:
+        memory.free_memory = lambda device: 2**16
     found = interrupted(BuiltinEngine(policy, max_num_seqs=4, page_size=4, tensor=mesh.tensor), sampling, 5, **given)
     assert_same(found, expected, 2e-5)
     leave_world()

@@ -1,28 +1,21 @@
 """Two models in two threads of one process, taking turns inside their passes, give the numbers of each alone."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from tests.rollout.test_builtin_engine import policy_of
 from tests.samples import batch_of
-from tests.tiny import tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.models import attention as packed
 from trimtab.models.activation_memory import enable_gradient_checkpointing
-from trimtab.models.policy import Policy
-from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin import attention as cached
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=12, n=3, seed=1)
-
-
-def policy_of(seed: int) -> Policy:
-    policy = Policy(tiny_model("llama", seed=seed))
-    choose_path(policy)
-    return policy
 
 
 class Turns:
@@ -47,7 +40,7 @@ class Turns:
 
 def in_turns(works, monkeypatch):
     """The results of two functions whose threads take turns at every layer's attention."""
-    turns, results = Turns(), [None, None]
+    turns = Turns()
     mine = threading.local()
 
     def taking_turns(plain):
@@ -66,19 +59,16 @@ def in_turns(works, monkeypatch):
     def run(number):
         mine.number = number
         try:
-            results[number] = works[number]()
+            return works[number]()
         finally:
             turns.end(number)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(run, range(2)))
     monkeypatch.undo()
     packed.register()
     cached.register()
-    assert turns.taken >= 12 and None not in results
+    assert turns.taken >= 12
     return results
 
 
@@ -87,7 +77,7 @@ def test_training_passes_of_two_models_do_not_meet(reentrant, monkeypatch):
     """Also where gradient checkpointing runs attention again in the backward pass."""
 
     def gradients(seed, lengths):
-        policy = policy_of(seed)  # not in the thread: drawing weights is not what is looked at
+        policy = policy_of(seed=seed)  # not in the thread: drawing weights is not what is looked at
 
         def work():
             if reentrant is not None:
@@ -110,7 +100,7 @@ def test_training_passes_of_two_models_do_not_meet(reentrant, monkeypatch):
 
 def test_two_engines_do_not_meet(monkeypatch):
     def answers(seed, lengths):
-        policy = policy_of(seed)
+        policy = policy_of(seed=seed)
 
         def work():
             engine = BuiltinEngine(policy, kv_tokens=512, max_num_seqs=4)
@@ -126,7 +116,7 @@ def test_two_engines_do_not_meet(monkeypatch):
 
 def test_two_streams_of_one_thread_do_not_meet():
     prompts = [[[5, 6, 7], [8, 9]], [[10, 11, 12, 13], [4]]]
-    engines = [BuiltinEngine(policy_of(seed), kv_tokens=512, max_num_seqs=2) for seed in (0, 1)]
+    engines = [BuiltinEngine(policy_of(seed=seed), kv_tokens=512, max_num_seqs=2) for seed in (0, 1)]
     key = lambda r: (r.prompt, r.sample, r.ids, r.log_probs.tolist())  # noqa: E731
     alone = [sorted(map(key, e.stream(p, SAMPLING))) for e, p in zip(engines, prompts)]
     streams = [e.stream(p, SAMPLING) for e, p in zip(engines, prompts)]

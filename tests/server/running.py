@@ -2,20 +2,24 @@
 
 import contextlib
 import copy
+import json
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 
 import httpx
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.byte_tokenizer import byte_tokenizer
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
+from trimtab.server.http_workers import run_worker, worker_policy
 from trimtab.server.policy_server import PolicyServer
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.sessions import ServedPolicy
@@ -36,20 +40,9 @@ TEMPLATE = """\
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=[AddedToken(name, special=True, normalized=False) for name in special],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["user assistant system what is the answer to this"] * 3, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>", chat_template=TEMPLATE
-    )
+    texts, special = ["user assistant system what is the answer to this"] * 3, ["<pad>", "<|im_start|>", "<|im_end|>"]
+    marks = {"eos_token": "<|im_end|>", "pad_token": "<pad>"}
+    return byte_tokenizer(texts, special, 300, **marks, chat_template=TEMPLATE)
 
 
 @cache
@@ -171,3 +164,23 @@ def running(engine, **how) -> Iterator[Running]:
         server.client.close()
         server.server.stop()
         server.server.join()
+
+
+class InThreads:
+    """HTTP worker processes that are threads."""
+
+    def __init__(self, count=2):
+        self.count, self.threads = count, []
+
+    def open(self, listening, about):
+        about = json.loads(json.dumps(about))
+        pairs = [socket.socketpair() for _ in range(self.count)]
+        for _, end in pairs:
+            own = end, listening.dup(), worker_policy(about, tokenizer()), about
+            self.threads.append(threading.Thread(target=run_worker, args=own))
+            self.threads[-1].start()
+        return [end for end, _ in pairs]
+
+    def close(self):
+        for thread in self.threads:
+            thread.join(30)

@@ -93,10 +93,8 @@ def test_settings_of_a_request_are_its_own(server):
 
 
 def test_the_likeliest_others_are_told_where_asked_for(server):
-    content = server.chat(HELLO, max_tokens=4, seed=0, logprobs=True, top_logprobs=3)["choices"][0]["logprobs"][
-        "content"
-    ]
-    for one in content:
+    body = server.chat(HELLO, max_tokens=4, seed=0, logprobs=True, top_logprobs=3)
+    for one in body["choices"][0]["logprobs"]["content"]:
         values = [other["logprob"] for other in one["top_logprobs"]]
         assert len(values) == 3 and values == sorted(values, reverse=True)
         assert one["logprob"] <= values[0] + 1e-6

@@ -1,5 +1,5 @@
 """Processes of the HTTP side: whoever answers, the answer is the same. They are threads here; the last test has them as
-they are."""
+they are. tests/server/test_faults.py has their limits, their end and their failures."""
 
 import contextlib
 import http.client
@@ -16,34 +16,11 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.server.running import Scripted, engine, plain_model, running, tokenizer
-from tests.server.test_faults import CHAT, COMPLETE, HELLO, Holding, posted, until
+from tests.server.running import InThreads, Scripted, engine, plain_model, running, tokenizer
+from tests.server.test_faults import CHAT, COMPLETE, GENERATE, HELLO, until
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.server import ipc
-from trimtab.server.http_workers import run_worker, worker_policy
 from trimtab.server.request_queue import CompletionRequest
-
-GENERATE = "/inference/v1/generate"
-
-
-class InThreads:
-    """Like HTTPWorkerProcesses."""
-
-    def __init__(self, count=2):
-        self.count, self.threads = count, []
-
-    def open(self, listening, about):
-        about = json.loads(json.dumps(about))
-        pairs = [socket.socketpair() for _ in range(self.count)]
-        for _, end in pairs:
-            own = end, listening.dup(), worker_policy(about, tokenizer()), about
-            self.threads.append(threading.Thread(target=run_worker, args=own))
-            self.threads[-1].start()
-        return [end for end, _ in pairs]
-
-    def close(self):
-        for thread in self.threads:
-            thread.join(30)
 
 
 @pytest.fixture(scope="module")
@@ -114,32 +91,9 @@ def test_requests_without_a_seed_draw_each_for_itself(servers):
     found = set()
     for _ in range(8):
         with httpx.Client(base_url=servers[0].url, timeout=60) as client:
-            found.add(client.post(COMPLETE, json={"prompt": [5], "max_tokens": 12, "ignore_eos": True}).json()["id"])
-            reply = client.post(COMPLETE, json={"prompt": [5], "max_tokens": 12, "ignore_eos": True})
-            found.add(reply.json()["choices"][0]["text"])
+            body = client.post(COMPLETE, json={"prompt": [5], "max_tokens": 12, "ignore_eos": True}).json()
+            found |= {body["id"], body["choices"][0]["text"]}
     assert len(found) == 16
-
-
-def test_limits_hold_for_all_together_and_what_was_accepted_is_answered():
-    holding = Holding()
-    with running(holding, processes=InThreads(), max_waiting=3) as server:
-        replies, threads = posted(server, 3)
-        late = server.post(CHAT, messages=HELLO)
-        assert late.status_code == 503 and late.json()["error"]["code"] == "overloaded"
-        server.server.stop()
-        holding.leave.set()
-        for thread in threads:
-            thread.join(30)
-        assert [reply.status_code for reply in replies] == [200] * 3
-
-
-def test_what_takes_longer_than_the_limit_gets_a_503_from_every_process():
-    with running(Holding(), processes=InThreads(), drain_seconds=0.2) as server:
-        replies, threads = posted(server, 4)
-        server.server.stop()
-        for thread in threads:
-            thread.join(30)
-        assert [reply.status_code for reply in replies] == [503] * 4
 
 
 def test_what_was_let_in_before_the_end_is_answered_and_sessions_can_be_looked_at_until_then():
@@ -158,29 +112,6 @@ def test_what_was_let_in_before_the_end_is_answered_and_sessions_can_be_looked_a
         slow.send(body[4:])
         assert slow.getresponse().status == 200
         slow.close()
-
-
-@pytest.mark.parametrize("session", [None, "a"])
-def test_for_a_client_that_has_gone_nothing_is_drawn_by_the_engines_process(session):
-    with running(engine(2), processes=InThreads(1)) as server:
-        with pytest.raises(httpx.ReadTimeout):
-            body = {"prompt": [5], "max_tokens": 500, "ignore_eos": True, "session_id": session}
-            server.client.post(COMPLETE, json=body, timeout=0.1)
-        until(lambda: not server.server.queue.waiting)
-        until(lambda: server.server.metrics.requests[COMPLETE, 499] == 1)
-        assert server.server.metrics.sampled_tokens < 500
-
-
-def test_an_engine_that_fails_is_told_in_the_same_words():
-    class FailureReply(Scripted):
-        def session(self, sampling):
-            raise RuntimeError("no memory")
-
-    with running(FailureReply(None), processes=InThreads(1)) as server:
-        until(lambda: server.server.queue.closed)
-        reply = server.post(CHAT, messages=HELLO)
-        assert reply.status_code == 500 and "no memory" in reply.json()["error"]["message"]
-        assert server.client.get("/health").status_code == 503
 
 
 def test_a_setting_is_read_as_it_was_written():

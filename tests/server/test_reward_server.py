@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -86,27 +87,20 @@ async def load(url: str, clients: int, requests: int) -> tuple[int, int]:
     return sum(answered for answered, _ in counts), sum(wrong for _, wrong in counts)
 
 
-def test_no_answer_is_wrong_lost_or_swapped_under_load():
+@pytest.mark.parametrize("clients, requests", [(8, 400), pytest.param(32, 10_016, marks=pytest.mark.long)])
+def test_no_answer_is_wrong_lost_or_swapped_under_load(clients, requests):
     reward = Numbers()
     with running(reward, max_samples=16) as server:
-        assert asyncio.run(load(server.url, 8, 400)) == (400, 0)
+        assert asyncio.run(load(server.url, clients, requests)) == (requests, 0)
     assert max(reward.batches) > 4, "requests of several clients share batches"
     assert max(reward.batches) <= 16
-
-
-@pytest.mark.long
-def test_no_answer_is_wrong_lost_or_swapped_among_ten_thousand_of_32_clients():
-    with running(Numbers()) as server:
-        assert asyncio.run(load(server.url, 32, 10_016)) == (10_016, 0)
 
 
 def test_our_own_client_and_server_agree_in_both_protocols_and_on_scores_and_logs():
     request = make_reward_request(["abc", "d", ""], prompts=["p", "", "qq"])
     with running(Lengths()) as server:
-        for path, protocol, scores in (
-            ("/get_reward", "openrlhf", [4.0, 1.0, 2.0]),
-            ("/", "paddlenlp", [3.0, 1.0, 0.0]),
-        ):
+        both = ("/get_reward", "openrlhf", [4.0, 1.0, 2.0]), ("/", "paddlenlp", [3.0, 1.0, 0.0])
+        for path, protocol, scores in both:
             client = RemoteReward([server.url + path])
             result = client(request)
             assert result.rewards == [3.0, 1.0, 0.0] and result.scores == scores
@@ -162,9 +156,8 @@ def test_random_bytes_and_broken_requests_of_every_length_leave_the_server_alive
             body = bytearray(GOOD if numbers.random() < 0.7 else numbers.randbytes(60))
             for _ in range(numbers.randrange(1, 6)):
                 body[numbers.randrange(len(body))] = numbers.randrange(256)
-            reply = client.post(
-                numbers.choice(["/", "/get_reward"]), content=bytes(body[: numbers.randrange(len(body) + 1)])
-            )
+            path = numbers.choice(["/", "/get_reward"])
+            reply = client.post(path, content=bytes(body[: numbers.randrange(len(body) + 1)]))
             # A changed digit may leave the request good, and a changed text one that this reward cannot read.
             assert reply.status_code in (200, 400, 422, 500)
         assert client.post("/get_reward", content=GOOD).json()["rewards"] == [1.0, 2.0]
@@ -202,10 +195,10 @@ def test_a_reward_server_without_a_token_answers_to_this_machine_s_names_only(se
 
 
 def test_a_client_that_sends_far_too_much_reads_why_it_was_refused(server):
-    reply = CLIENT.post(server.url + "/get_reward", content=b"a" * 100_000_000)
+    reply = CLIENT.post(server.url + "/get_reward", content=b"a" * 20_000_000)
     assert reply.status_code == 413 and "more than 100000 bytes" in reply.text
     with pytest.raises(urllib.error.HTTPError) as refused:  # a client that sends everything before it reads anything
-        urllib.request.urlopen(server.url + "/get_reward", data=b"a" * 100_000_000)
+        urllib.request.urlopen(server.url + "/get_reward", data=b"a" * 20_000_000)
     assert refused.value.code == 413 and b"more than 100000 bytes" in refused.value.read()
 
 
@@ -222,23 +215,15 @@ def test_a_client_that_never_stops_sending_is_hung_up_on(server, monkeypatch):
 
 def test_a_token_is_asked_for_everywhere_but_at_the_health_page():
     with running(Numbers(), token="a secret") as server:
-        for headers in (
-            {},
-            {"Authorization": "Bearer wrong"},
-            {"Authorization": "Bearer"},
-            {"Authorization": "a secre"},
-        ):
+        for headers in ({}, *({"Authorization": value} for value in ("Bearer wrong", "Bearer", "a secre"))):
             assert CLIENT.post(server.url + "/get_reward", content=GOOD, headers=headers).status_code == 401
             assert CLIENT.post(server.url + "/", content=GOOD, headers=headers).status_code == 401
             assert CLIENT.get(server.url + "/metrics", headers=headers).status_code == 401
         right = {"Authorization": "Bearer a secret"}
         assert CLIENT.post(server.url + "/get_reward", content=GOOD, headers=right).json()["rewards"] == [1.0, 2.0]
         assert CLIENT.get(server.url + "/metrics", headers=right).status_code == 200
-        assert CLIENT.get(server.url + "/health").json() == {
-            "status": "ok",
-            "reward": "numbers",
-            "protocols": ["openrlhf", "paddlenlp"],
-        }
+        health = {"status": "ok", "reward": "numbers", "protocols": ["openrlhf", "paddlenlp"]}
+        assert CLIENT.get(server.url + "/health").json() == health
 
 
 def test_nobody_fails_for_the_samples_of_another(server):
@@ -254,11 +239,8 @@ def test_nobody_fails_for_the_samples_of_another(server):
         assert [replies[i].json()["rewards"] for i in (0, 2, 4, 6)] == [[1.0], [2.0], [3.0], [4.0]]
         assert replies[1].json() == {"error": "a bad sample"} and replies[3].json() == {"error": "the model broke"}
         assert "secret" not in replies[5].text
-        assert client.post("/", json={"src": ["a"], "tgt": ["b"], "response": ["bad"]}).json() == {
-            "error_code": 422,
-            "error_msg": "a bad sample",
-            "score": [],
-        }
+        reply = client.post("/", json={"src": ["a"], "tgt": ["b"], "response": ["bad"]})
+        assert reply.json() == {"error_code": 422, "error_msg": "a bad sample", "score": []}
 
 
 def test_the_metrics_page_counts_requests_by_status_and_samples():
@@ -305,18 +287,13 @@ class Slow(Numbers):
 def asking(server, reward, count):
     """So many requests, of which the first is being scored; their replies are in the list at the end."""
     replies = []
-    threads = [
-        threading.Thread(target=lambda: replies.append(CLIENT.post(server.url + "/get_reward", content=GOOD)))
-        for _ in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    assert reward.entered.wait(30)
-    while server.server.gate.inside < count:
-        time.sleep(0.01)
-    yield replies
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(count) as threads:
+        posts = [threads.submit(CLIENT.post, server.url + "/get_reward", content=GOOD) for _ in range(count)]
+        assert reward.entered.wait(30)
+        while server.server.gate.inside < count:
+            time.sleep(0.01)
+        yield replies
+        replies += [post.result(30) for post in posts]
 
 
 def test_what_was_accepted_is_answered_before_the_server_ends_and_what_comes_later_is_sent_away():
@@ -430,18 +407,6 @@ def test_at_the_limit_of_descriptors_the_server_lives_and_its_log_stays_short():
             assert process.wait(30) == 0 and len(process.stderr.read()) < 40_000
         finally:
             process.kill()
-
-
-def test_the_exchange_with_a_paddlenlp_client_is_byte_for_byte():
-    """The request as the package requests writes it, the reply as PaddleNLP's server does."""
-    body = (
-        b'{"src": ["q\\u4f60<think>"], "tgt": ["(1) Zoey is a knight"], '
-        b'"response": ["so</think><answer>Zoey is a knight</answer>"]}'
-    )
-    with running(make_verifier("kk")) as server:
-        reply = CLIENT.post(server.url + "/", content=body)
-    assert reply.headers["content-type"] == "application/json"
-    assert reply.content == b'{"error_code":0,"error_msg":"Success","score":[3.0]}'
 
 
 def test_the_command_serves_and_ends_well_when_told_to():

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tests.server.running import Scripted, engine, running, tokenizer
-from tests.server.test_http_workers import InThreads
+from tests.server.running import InThreads, Scripted, engine, running, tokenizer
 from trimtab.server.request_params import InvalidRequest
 from trimtab.server.sessions import TURN, SessionStore
 
@@ -159,15 +158,11 @@ def test_requests_in_tokens_are_recorded_behind_what_they_go_on_from():
     with running(engine()) as server:
         ids, path = [5, 6, 7], "/s/tokens/inference/v1/generate"
         for _ in range(3):
-            drawn = server.post(path, token_ids=ids, sampling_params={"max_tokens": 5}).json()["choices"][0][
-                "token_ids"
-            ]
-            ids = [*ids, *drawn, 9]
+            body = server.post(path, token_ids=ids, sampling_params={"max_tokens": 5}).json()
+            ids = [*ids, *body["choices"][0]["token_ids"], 9]
         server.post(path, token_ids=[8, 8], sampling_params={"max_tokens": 5})
         trace = server.client.get("/s/tokens/trace").json()
-        far = server.post(
-            "/s/tokens/v1/chat/completions/tokens", messages=[{"role": "user", "content": "a"}], tokens=[2**40]
-        )
+        far = server.post("/s/tokens/v1/chat/completions/tokens", messages=[asked("a")], tokens=[2**40])
     assert trace["branches"] == [[0, 1, 2], [3]]
     assert [part["read_token_ids"] for part in trace["turns"]] == [[5, 6, 7], [9], [9], [8, 8]]
     assert far.status_code == 400

@@ -18,11 +18,16 @@ def run(folder: Path, *commands: list[str], size: int = 1) -> list[dict]:
     return [json.loads(Path(f"{log}.{rank}.json").read_text()) for rank in range(size)]
 
 
-def _work(log: Path, commands: tuple[list[str], ...]) -> None:
-    rank = os.environ["RANK"]
-    descriptor = os.open(f"{log}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def listen(path: str | Path) -> None:
+    """What this process prints from here on is written to a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+
+
+def _work(log: Path, commands: tuple[list[str], ...]) -> None:
+    rank = os.environ["RANK"]
+    listen(f"{log}.{rank}.log")
     standin.install()
     from trimtab.cli.main import main
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import standin, warm
+from tests.standin.at_work import listen
 from tests.standin.test_training import built  # noqa: F401
 
 pytestmark = pytest.mark.skipif(standin.why_not() is not None, reason=str(standin.why_not()))
@@ -120,12 +121,6 @@ def send_or_receive(folder: Path, places: tuple[int, int]) -> None:
         outgoing.send((name, tensor.to(device)) for name, tensor in sent.items())
         outgoing.close()
     assert (Collectives.broadcasts > 0) == (len(set(places)) == 2)
-
-
-def listen(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
 
 
 def tell(path: Path, value: list) -> None:
