@@ -1,4 +1,4 @@
-"""benchmarks/h200: every script runs small on a CPU, and what a device allows is counted rightly."""
+"""benchmarks: every script runs small on a CPU, and what a device allows is counted rightly."""
 
 import importlib
 import json
@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "h200"
-OURS = ("shapes", "limits", "runs", "grpo")  # what scripts import of each other
 
 
 @pytest.fixture
 def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+    for folder in (FOLDER.parent, FOLDER):
+        monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module
-    for name in {*OURS, *(path.stem for path in FOLDER.glob("*.py"))}:
-        sys.modules.pop(name, None)
+    for path in (*FOLDER.glob("*.py"), *FOLDER.parent.glob("*.py")):
+        sys.modules.pop(path.stem, None)
 
 
 def rows_of(capsys) -> list[dict]:
@@ -53,10 +53,8 @@ def test_a_script_of_the_engine_and_of_passes_runs_small(name, script, capsys):
     assert row["seconds"] > 0 and row["share"] > 0
 
 
-def test_what_the_host_does_in_a_step_is_counted_small(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(FOLDER.parent))
-    importlib.import_module("host_cost").main(["--answers", "8", "--tokens", "12", "--group", "4", "--rounds", "1"])
-    sys.modules.pop("host_cost")
+def test_what_the_host_does_in_a_step_is_counted_small(script, capsys):
+    script("host_cost").main(["--answers", "8", "--tokens", "12", "--group", "4", "--rounds", "1"])
     parts = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
     assert len(parts) == 9 and all(float(part.split("|")[-2]) > 0 for part in parts)
 
@@ -104,14 +102,8 @@ def test_the_pictures_are_drawn(script, tmp_path, capsys):
 
 @pytest.mark.long
 def test_the_whole_table_runs_its_rows_in_forks(tmp_path):
-    words = [
-        sys.executable,
-        str(FOLDER / "everything.py"),
-        str(tmp_path / "out"),
-        "--tiny",
-        "--only",
-        "update,dpo,before",
-    ]
+    options = ["--tiny", "--only", "update,dpo,before"]
+    words = [sys.executable, str(FOLDER / "everything.py"), str(tmp_path / "out"), *options]
     done = subprocess.run(words, capture_output=True, text=True, cwd=FOLDER.parents[1], timeout=300)
     assert ", forks" in done.stdout
     assert "== update: exit 0" in done.stdout and "== dpo: exit 0" in done.stdout
@@ -121,19 +113,14 @@ def test_the_whole_table_runs_its_rows_in_forks(tmp_path):
 
 
 @pytest.mark.long
-def test_environments_are_measured_small(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(FOLDER.parent))
-    importlib.import_module("environments").main(["--episodes", "20", "--workers", "1"])
-    sys.modules.pop("environments")
+def test_environments_are_measured_small(script, capsys):
+    script("environments").main(["--episodes", "20", "--workers", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 and all("episodes/s" in line for line in lines)
 
 
 @pytest.mark.long
-def test_what_the_host_does_for_a_turn_is_counted_small(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(FOLDER.parent))
-    small = {"episodes": 8, "group": 4, "turns": 2, "rounds": 1, "workers": 1, "slots": 4}
-    importlib.import_module("host_play").main([word for name, n in small.items() for word in (f"--{name}", str(n))])
-    for name in ("host_play", "host_cost"):
-        sys.modules.pop(name)
+def test_what_the_host_does_for_a_turn_is_counted_small(script, capsys):
+    small = "--episodes 8 --group 4 --turns 2 --rounds 1 --workers 1 --slots 4"
+    script("host_play").main(small.split())
     assert "8 episodes, 16 turns" in capsys.readouterr().out

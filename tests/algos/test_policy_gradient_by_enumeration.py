@@ -6,6 +6,7 @@ groups, is the estimator's mean. The loss of a rollout is the sum over its token
 """
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable
 
@@ -14,31 +15,22 @@ import torch
 from torch import Tensor
 
 from tests.algos.flat import flat
+from tests.algos.tail_world import RAGGED
 from trimtab.algos.advantages import discounted_sums, gae, token_rewards, whiten
 from trimtab.algos.group_rewards import SHAPED_BY
 from trimtab.algos.policy_losses import kl_estimate, ppo_loss
 from trimtab.config.objective_options import ESTIMATORS
 
-END = 0
-PREFIXES = [(), (1,), (2,)]
-ANSWERS = [(END,), (1, END), (1, 1), (1, 2), (2, END), (2, 1), (2, 2)]
-REWARDS = [0.3, 1.0, -0.7, 4.0, 0.0, 1.0, -2.5]
+PREFIXES, ANSWERS = RAGGED.prefixes, RAGGED.answers
+REWARDS = [1.0, -0.7, 4.0, 0.0, 1.0, -2.5, 0.3]
 BETA = 0.4
 
 TABLE = torch.tensor([[0.2, 0.7, -0.1], [-0.4, 0.3, 0.6], [0.5, -0.6, 0.1]], dtype=torch.float64, requires_grad=True)
 REFERENCE = torch.tensor([[0.0, -0.5, 0.9], [0.3, 0.8, -1.0], [-0.7, 0.4, 0.2]], dtype=torch.float64).log_softmax(1)
 
 
-def token_log_probs(log_probs: Tensor, answers: list[int]) -> Tensor:
-    """[N] of all tokens of these answers, one answer after another."""
-    places = [(PREFIXES.index(ANSWERS[a][:t]), token) for a in answers for t, token in enumerate(ANSWERS[a])]
-    rows, tokens = zip(*places, strict=True)
-    return log_probs[list(rows), list(tokens)]
-
-
 def answer_log_probs() -> Tensor:
-    log_probs = TABLE.log_softmax(1)
-    return torch.stack([token_log_probs(log_probs, [a]).sum() for a in range(len(ANSWERS))])
+    return RAGGED.log_probs(TABLE)
 
 
 def gradient(objective: Tensor) -> Tensor:
@@ -52,9 +44,8 @@ def policy_gradient() -> Tensor:
 
 def kl_gradient() -> Tensor:
     """Of KL(pi || reference), over whole answers."""
-    reference = torch.stack([token_log_probs(REFERENCE, [a]).sum() for a in range(len(ANSWERS))])
     log_probs = answer_log_probs()
-    return gradient((log_probs.exp() * (log_probs - reference)).sum())
+    return gradient((log_probs.exp() * (log_probs - RAGGED.log_probs(REFERENCE))).sum())
 
 
 def exact_values(answers: list[int], beta: float = 0.0) -> Tensor:
@@ -77,10 +68,10 @@ Advantages = Callable[[list[int]], Tensor]  # of all tokens of a rollout
 
 def mean_gradient(advantages: Advantages, samples: int) -> Tensor:
     """Of minus the loss, over all rollouts: what a step climbs on average."""
-    log_probs, probabilities = TABLE.log_softmax(1), answer_log_probs().exp().tolist()
+    probabilities = answer_log_probs().exp().tolist()
     total = torch.zeros((), dtype=torch.float64)
     for rollout in itertools.product(range(len(ANSWERS)), repeat=samples):
-        log_probs_N = token_log_probs(log_probs, list(rollout))
+        log_probs_N = RAGGED.token_log_probs(TABLE, list(rollout))
         loss_N, _ = ppo_loss(log_probs_N, log_probs_N.detach(), advantages(list(rollout)), 0.2, 0.2)
         weight = torch.tensor([probabilities[a] for a in rollout], dtype=torch.float64).prod()
         total = total - weight * loss_N.sum() / samples
@@ -96,8 +87,8 @@ def estimated(
         remaining_N, owners_N = flat([len(ANSWERS[a]) for a in rollout])
         rewards = torch.tensor([[REWARDS[a] for a in rollout]], dtype=torch.float64)
         shaped_S = SHAPED_BY[ESTIMATORS[estimator].group](rewards)[0]
-        log_probs_N = token_log_probs(TABLE.detach().log_softmax(1), rollout)
-        kl_N = kl_estimate(log_probs_N, token_log_probs(REFERENCE, rollout), "k1") if beta else None
+        log_probs_N = RAGGED.token_log_probs(TABLE.detach(), rollout)
+        kl_N = kl_estimate(log_probs_N, RAGGED.token_log_probs(REFERENCE, rollout), "k1") if beta else None
         rewards_N = token_rewards(shaped_S, kl_N, beta, remaining_N, owners_N)
         if values is None:
             return discounted_sums(rewards_N, remaining_N, 1.0)
@@ -111,14 +102,9 @@ def assert_same(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> No
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("samples", [2, 3])
-def test_rloo_gives_the_policy_gradient(samples):
-    assert_same(mean_gradient(estimated("rloo"), samples), policy_gradient())
-
-
-@pytest.mark.parametrize("samples", [1, 2])
-def test_reinforce_before_whitening_gives_the_policy_gradient(samples):
-    assert_same(mean_gradient(estimated("reinforce"), samples), policy_gradient())
+@pytest.mark.parametrize("estimator, samples", [("rloo", 2), ("rloo", 3), ("reinforce", 1), ("reinforce", 2)])
+def test_rloo_and_reinforce_before_whitening_give_the_policy_gradient(estimator, samples):
+    assert_same(mean_gradient(estimated(estimator), samples), policy_gradient())
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.6, 1.0])
@@ -166,16 +152,12 @@ def mean_of_formula(token_weights: Callable[[list[int]], list[list[float]]], sam
     probabilities = TABLE.detach().softmax(1).tolist()
 
     def probability(answer: int) -> float:
-        product = 1.0
-        for t, token in enumerate(ANSWERS[answer]):
-            product *= probabilities[PREFIXES.index(ANSWERS[answer][:t])][token]
-        return product
+        pairs = enumerate(ANSWERS[answer])
+        return math.prod(probabilities[PREFIXES.index(ANSWERS[answer][:t])][token] for t, token in pairs)
 
     total = [[0.0] * 3 for _ in PREFIXES]
     for rollout in itertools.product(range(len(ANSWERS)), repeat=samples):
-        share = 1 / samples
-        for answer in rollout:
-            share *= probability(answer)
+        share = math.prod(map(probability, rollout)) / samples
         for answer, weights in zip(rollout, token_weights(list(rollout)), strict=True):
             for t, weight in enumerate(weights):
                 row = PREFIXES.index(ANSWERS[answer][:t])

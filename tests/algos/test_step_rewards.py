@@ -92,7 +92,7 @@ def test_whole_answers_are_shaped_as_answers_of_one_step(estimator):
 
 
 # Of each answer; as a process reward model's, a step's score depends on what is written up to its end alone.
-STEP_SCORES = [[0.3], [1.0, -0.7], [1.0, 0.2], [1.0, 2.1], [-0.4, 1.5], [-0.4, 1.0], [-0.4, -0.6]]
+STEP_SCORES = [[1.0, -0.7], [1.0, 0.2], [1.0, 2.1], [-0.4, 1.5], [-0.4, 1.0], [-0.4, -0.6], [0.3]]
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "dr_grpo"])
