@@ -19,6 +19,8 @@ COMMON = {
     "pad_token_id": 0,
 }
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+QWEN2_EXPERTS = EXPERTS | {"shared_expert_intermediate_size": 16}
 FAMILIES = {
     "llama": {},
     "llama_tied": {"tie_word_embeddings": True},
@@ -29,27 +31,12 @@ FAMILIES = {
     "gemma2": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
     "gemma3_text": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-    },
-    "qwen2_moe_window": {  # of every second layer, and said by its mask alone
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "use_sliding_window": True,
-        "sliding_window": 5,
-        "max_window_layers": 1,
-    },
+    "qwen2_moe": QWEN2_EXPERTS,
+    # A window of every second layer, and said by its mask alone.
+    "qwen2_moe_window": QWEN2_EXPERTS | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "phimoe": {  # its window is said by its mask alone
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 5,
-        "router_jitter_noise": 0.0,
-        "input_jitter_noise": 0.0,
+        **{"num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"sliding_window": 5, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     },
     "phi3_longrope": {
         "original_max_position_embeddings": 12,
@@ -61,7 +48,7 @@ FAMILIES = {
             "original_max_position_embeddings": 12,
         },
     },
-    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen3_moe": EXPERTS | {"head_dim": 8},
     "granite": {"logits_scaling": 4.0},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "mamba": {"state_size": 4},

@@ -1,6 +1,7 @@
 """A reward server in a thread of this process, for as long as a test needs it."""
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -16,6 +17,10 @@ class Running:
         self.server = make_server(make_reward_app(reward, **how), drain_seconds)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
         self.thread.start()
+
+    def connect(self, **how) -> socket.socket:
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), **how)
 
     def stop(self) -> None:
         """Ask it to end, as a signal would."""

@@ -7,6 +7,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 
 from tests.rewards.samples import make_reward_request
@@ -123,10 +124,10 @@ def serve():
 def ask():
     clients = []
 
-    def score(*urls, **how):
+    def score(*urls, request=None, **how):
         how = {"pause": 0.001, "timeout": 5.0, **how}
         clients.append(RemoteReward(list(urls), **how))
-        return clients[-1](make_reward_request(RESPONSES))
+        return clients[-1](make_reward_request(RESPONSES) if request is None else request)
 
     yield score
     for client in clients:
@@ -244,11 +245,10 @@ def test_the_protocol_is_found_out_although_the_server_fails_first_and_no_fault_
     assert sum("src" in json.loads(body) for body in server.bodies) == len(OF_PADDLENLP) + 1
 
 
-def test_the_bytes_of_a_paddlenlp_request_are_those_of_its_own_client(serve):
+def test_the_bytes_of_a_paddlenlp_request_are_those_of_its_own_client(serve, ask):
     server = serve(protocol="paddlenlp")
-    client = RemoteReward([server.url], token="a secret")
-    client(make_reward_request(["你 1", "2"], ["a\n", None], prompts=["<p>", '"']))
-    client.close()
+    request = make_reward_request(["你 1", "2"], ["a\n", None], prompts=["<p>", '"'])
+    ask(server.url, request=request, token="a secret")
     assert server.bodies == [b'{"src": ["<p>", "\\""], "tgt": ["a\\n", ""], "response": ["\\u4f60 1", "2"]}']
     assert server.headers[0]["Content-Type"] == "application/json"
     assert server.headers[0]["Authorization"] == "Bearer a secret"
@@ -280,13 +280,9 @@ def test_requests_have_at_most_the_asked_number_of_samples(serve, ask):
     assert sorted(len(json.loads(body)["query"]) for body in server.bodies) == [1, 3, 3, 3]
 
 
-def test_labels_of_every_kind_can_be_sent(serve):
-    import numpy as np
-
+def test_labels_of_every_kind_can_be_sent(serve, ask):
     server = serve()
-    client = RemoteReward([server.url])
-    client(make_reward_request(["1", "2", "3"], [{"a": [1]}, np.array([1, 2]), None]))
-    client.close()
+    ask(server.url, request=make_reward_request(["1", "2", "3"], [{"a": [1]}, np.array([1, 2]), None]))
     assert json.loads(server.bodies[0])["labels"] == [{"a": [1]}, [1, 2], None]
 
 
@@ -301,7 +297,5 @@ def test_a_protocol_that_nobody_speaks_is_one_line():
         RemoteReward(["http://localhost"], protocol="soap")
 
 
-def test_nothing_is_asked_for_no_samples():
-    client = RemoteReward(["http://127.0.0.1:9"])
-    assert len(client(make_reward_request([]))) == 0
-    client.close()
+def test_nothing_is_asked_for_no_samples(ask):
+    assert len(ask("http://127.0.0.1:9", request=make_reward_request([]))) == 0

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16  # the interpreter knows no bf16 products
+CLOSE = {"atol": 1e-4, "rtol": 1e-5} if DEVICE == "cpu" else {"atol": 3e-2, "rtol": 2e-2}
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 triton = pytest.importorskip("triton")

@@ -16,7 +16,7 @@ from tests.rollout.answers import (
     sampled_log_probs,
     trained_log_probs,
 )
-from tests.rollout.kernel_device import DEVICE
+from tests.rollout.kernel_device import DEVICE, DTYPE
 from tests.rollout.test_builtin_engine import prompts
 from tests.rollout.test_partial_rollouts import assert_same, changed, check_under_new_weights, interrupted, trained
 from tests.tiny import tiny_model
@@ -238,9 +238,8 @@ def test_kernels_with_adapters_sample_from_the_adapted_policy(targets, monkeypat
     from trimtab.config.training_options import LoraOptions
     from trimtab.models.lora import add_adapters
 
-    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    monkeypatch.setattr(adapted_kernels, "DTYPES", (dtype,))
-    policy = policy_of("llama", dtype, hidden_size=64, num_key_value_heads=4, spread=0.1)
+    monkeypatch.setattr(adapted_kernels, "DTYPES", (DTYPE,))
+    policy = policy_of("llama", DTYPE, hidden_size=64, num_key_value_heads=4, spread=0.1)
     policy.model = add_adapters(policy.model, LoraOptions(lora_rank=4, lora_alpha=8, target_modules=targets))
     fill_adapters(policy, 0.2)
     multiplied = []
@@ -249,7 +248,7 @@ def test_kernels_with_adapters_sample_from_the_adapted_policy(targets, monkeypat
     given = BuiltinEngine(policy).generate(SHORT, SamplingParams(max_new_tokens=NEW, n=2))
     assert {2, 3} <= set(multiplied)
     off = (sampled_log_probs(given) - trained_log_probs(policy, given)).abs()
-    assert off.max() < 1e-4 if dtype == torch.float32 else off.mean() < 5e-2
+    assert off.max() < 1e-4 if DEVICE == "cpu" else off.mean() < 5e-2
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="variable-length attention needs an accelerator")
@@ -321,18 +320,16 @@ def test_log_probs_in_half_precision_are_the_trainers_but_for_rounding():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # the second with biases
 def test_int8_kernels_sample_from_the_policy_that_unpacking_gives(family, monkeypatch):
-    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    monkeypatch.setattr(int8_kernels, "DTYPES", (dtype,))
+    monkeypatch.setattr(int8_kernels, "DTYPES", (DTYPE,))
     multiplied = []
     monkeypatch.setattr(int8_kernels, "_height", lambda rows: multiplied.append(rows) or 16)
-    wide = {"hidden_size": 64, "num_key_value_heads": 4, "spread": 0.1}
-    policy = policy_of(family, dtype, **wide)
+    policy = policy_of(family, DTYPE, hidden_size=64, num_key_value_heads=4, spread=0.1)
     given = BuiltinEngine(policy, weight_only_int8=True).generate(SHORT, SamplingParams(max_new_tokens=NEW, n=2))
     assert len(multiplied) > NEW
     use_kernels(monkeypatch, False)
     with torch.no_grad(), linear.Int8Layers(policy):
         off = (sampled_log_probs(given) - trained_log_probs(policy, given)).abs()
-    assert off.max() < 1e-4 if dtype == torch.float32 else off.mean() < 5e-2
+    assert off.max() < 1e-4 if DEVICE == "cpu" else off.mean() < 5e-2
 
 
 def test_a_model_that_cannot_be_recorded_decodes_step_by_step(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.rollout.kernel_device import DEVICE
+from tests.rollout.kernel_device import CLOSE, DEVICE, DTYPE
 from tests.rollout.test_kernels import noise
 from trimtab.rollout.builtin.kernels.fused_linear import (
     LinearTiles,
@@ -14,10 +14,6 @@ from trimtab.rollout.builtin.kernels.fused_linear import (
     small_batch_split_k,
 )
 from trimtab.rollout.builtin.kernels.layer_ops import rope_and_cache
-
-# The interpreter knows no bf16 products.
-DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-CLOSE = {"atol": 1e-4, "rtol": 1e-5} if DEVICE == "cpu" else {"atol": 3e-2, "rtol": 2e-2}
 
 
 def linear(inner, outputs, bias=False):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.rollout.kernel_device import DEVICE
+from tests.rollout.kernel_device import DEVICE, DTYPE
 from trimtab.rollout.builtin import sampler
 from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
 from trimtab.rollout.builtin.kernels.fused_linear import gated_linear, merged_linear
@@ -110,15 +110,14 @@ def test_gating_equals_silu_times_up():
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_joined_products_equal_separate_ones(biased):
-    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16  # the interpreter knows no bf16 products
-    x = noise(70, 72, dtype=dtype)
-    modules = [torch.nn.Linear(72, n, bias=biased, device=DEVICE, dtype=dtype) for n in (192, 64, 128)]
-    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    x = noise(70, 72, dtype=DTYPE)
+    modules = [torch.nn.Linear(72, n, bias=biased, device=DEVICE, dtype=DTYPE) for n in (192, 64, 128)]
+    close = {"atol": 1e-5, "rtol": 1e-5} if DEVICE == "cpu" else {"atol": 2e-2, "rtol": 2e-2}
     with torch.no_grad():
         expected = torch.cat([module(x) for module in modules], 1)
         torch.testing.assert_close(merged_linear(x, modules), expected, **close)
         if not biased:
-            up = torch.nn.Linear(72, 192, bias=False, device=DEVICE, dtype=dtype)
+            up = torch.nn.Linear(72, 192, bias=False, device=DEVICE, dtype=DTYPE)
             expected = F.silu(modules[0](x)) * up(x)
             torch.testing.assert_close(gated_linear(x, modules[0], up), expected, **close)
 
@@ -134,17 +133,16 @@ def int8_weight(outputs, inner, seed=0, bias=None):
     "rows, tiles", [(1, None), (20, Int8Tiles(16, 64, 32, 3, 4, 3)), (70, Int8Tiles(32, 64, 16, 2, 2, 3))]
 )
 def test_int8_products_are_those_of_the_rounded_weights(rows, tiles, biased):
-    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-    x = noise(rows, 96, dtype=dtype)
-    biases = [noise(n, dtype=dtype) if biased else None for n in (128, 64, 64)]
+    x = noise(rows, 96, dtype=DTYPE)
+    biases = [noise(n, dtype=DTYPE) if biased else None for n in (128, 64, 64)]
     made = [int8_weight(n, 96, seed, bias) for seed, (n, bias) in enumerate(zip((128, 64, 64), biases))]
     weights, wide = zip(*made)
     expected = torch.cat([x.double() @ w.T + (0 if b is None else b.double()) for w, b in zip(wide, biases)], 1)
-    close = {"atol": 1e-4, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 1e-2}
+    close = {"atol": 1e-4, "rtol": 1e-5} if DEVICE == "cpu" else {"atol": 2e-2, "rtol": 1e-2}
     for given, width in ((list(weights), 256), ([weights[0]], 128)):
         found = int8_product(x, given, parts=True, tiles=tiles)
         assert (found.ndim == 3) == (tiles is not None)
-        torch.testing.assert_close(added(found, dtype).double(), expected[:, :width], **close)
+        torch.testing.assert_close(added(found, DTYPE).double(), expected[:, :width], **close)
     if not biased:
         (gate, gate_wide), (up, up_wide) = int8_weight(64, 96, 5), int8_weight(64, 96, 6)
         expected = F.silu(x.double() @ gate_wide.T) * (x.double() @ up_wide.T)

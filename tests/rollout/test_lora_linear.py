@@ -6,14 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.rollout.kernel_device import DEVICE
+from tests.rollout.kernel_device import CLOSE, DEVICE, DTYPE
 from trimtab.rollout.builtin.kernels.int8_linear import added
 from trimtab.rollout.builtin.kernels.lora_linear import LoraTiles, lora_applies, lora_gated, lora_product
 from trimtab.rollout.builtin.linear import lora_linear
 
 peft = pytest.importorskip("peft")
-DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16  # the interpreter knows no bf16 products
-CLOSE = {"atol": 1e-4, "rtol": 1e-5} if DEVICE == "cpu" else {"atol": 3e-2, "rtol": 2e-2}
 
 
 class Layers(torch.nn.Module):

@@ -1,5 +1,5 @@
 """Sessions in worker processes, which rewards and environments share; tests/rewards/test_functions and
-tests/envs/test_pool have more of it."""
+tests/envs/test_environment_pool have more of it."""
 
 import re
 import threading

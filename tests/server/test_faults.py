@@ -23,7 +23,6 @@ from trimtab.server.sessions import SessionRecord, SessionStore
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "hm"}]
-BROKEN = {"function": {"name": "add", "arguments": "{"}}
 TOOL = {"type": "function", "function": {"name": "add"}}
 
 
@@ -33,75 +32,61 @@ def server():
         yield server
 
 
-def wrong(path, param, **fields):
-    return path, {"messages": HELLO, "max_tokens": 2, **fields} if path == CHAT else fields, param
+def said(content):
+    return [{"role": "user", "content": content}]
 
 
+def calling(function):
+    return [{"role": "assistant", "tool_calls": [{"function": function}]}]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "a"}}
+WRONG_OF_CHAT = {  # values of a field
+    "messages": [None, "hm", [], ["hm"], [{"role": "nobody", "content": "hm"}], said(7), said("\ud800"), said([IMAGE])],
+    "temperature": [-1, "hot", True, 10**400],
+    "top_p": [1.5],
+    "top_k": [0.5],
+    "min_p": [-0.5],
+    "max_tokens": [0, 1.5],
+    "max_completion_tokens": [-1],
+    "n": [0, 10**6],
+    "seed": ["a", 2**64],
+    "stop": [[""], 7],
+    "stop_token_ids": [[10**6], ["a"]],
+    "logprobs": [3],
+    "top_logprobs": [1000],
+    "logit_bias": [{"99999": 1}, {"9" * 5000: 1}],
+    "presence_penalty": [1],
+    "tools": [[{"name": "add"}], "add"],
+    "response_format": [{"type": "json_object"}],
+    "stream_options": [1],
+    "chat_template_kwargs": [{"chat_template": "{{ 1 }}"}],
+    "session_id": ["a" * 1000],
+    "model": [7],
+}
 WRONG = [
-    wrong(CHAT, "messages", messages=None),
-    wrong(CHAT, "messages", messages="hm"),
-    wrong(CHAT, "messages", messages=[]),
-    wrong(CHAT, "messages", messages=["hm"]),
-    wrong(CHAT, "messages", messages=[{"role": "nobody", "content": "hm"}]),
-    wrong(CHAT, "messages", messages=[{"role": "user", "content": 7}]),
-    wrong(CHAT, "messages", messages=[{"role": "user", "content": "\ud800"}]),
-    wrong(CHAT, "messages", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]),
-    wrong(CHAT, "messages", messages=[{"role": "assistant", "tool_calls": [{"function": {}}]}]),
-    wrong(CHAT, "messages", messages=[{"role": "assistant", "tool_calls": [BROKEN]}]),
-    wrong(CHAT, "temperature", temperature=-1),
-    wrong(CHAT, "temperature", temperature="hot"),
-    wrong(CHAT, "temperature", temperature=True),
-    wrong(CHAT, "temperature", temperature=10**400),
-    wrong(CHAT, "top_p", top_p=1.5),
-    wrong(CHAT, "top_k", top_k=0.5),
-    wrong(CHAT, "min_p", min_p=-0.5),
-    wrong(CHAT, "max_tokens", max_tokens=0),
-    wrong(CHAT, "max_tokens", max_tokens=1.5),
-    wrong(CHAT, "max_completion_tokens", max_completion_tokens=-1),
-    wrong(CHAT, "n", n=0),
-    wrong(CHAT, "n", n=10**6),
-    wrong(CHAT, "seed", seed="a"),
-    wrong(CHAT, "seed", seed=2**64),
-    wrong(CHAT, "stop", stop=[""]),
-    wrong(CHAT, "stop", stop=7),
-    wrong(CHAT, "stop_token_ids", stop_token_ids=[10**6]),
-    wrong(CHAT, "stop_token_ids", stop_token_ids=["a"]),
-    wrong(CHAT, "logprobs", logprobs=3),
-    wrong(CHAT, "top_logprobs", top_logprobs=1000),
-    wrong(CHAT, "logit_bias", logit_bias={"99999": 1}),
-    wrong(CHAT, "logit_bias", logit_bias={"9" * 5000: 1}),
-    wrong(CHAT, "logit_bias.5", logit_bias={"5": "a"}),
-    wrong(CHAT, "presence_penalty", presence_penalty=1),
-    wrong(CHAT, "tools", tools=[{"name": "add"}]),
-    wrong(CHAT, "tools", tools="add"),
-    wrong(CHAT, "tool_choice", tools=[TOOL], tool_choice="required"),
-    wrong(CHAT, "response_format", response_format={"type": "json_object"}),
-    wrong(CHAT, "stream_options", stream_options=1),
-    wrong(CHAT, "chat_template_kwargs", chat_template_kwargs={"chat_template": "{{ 1 }}"}),
-    wrong(CHAT, "add_generation_prompt", continue_final_message=True),
-    wrong(CHAT, "session_id", session_id="a" * 1000),
-    wrong(CHAT, "model", model=7),
-    wrong(COMPLETE, "prompt"),
-    wrong(COMPLETE, "prompt", prompt=[]),
-    wrong(COMPLETE, "prompt", prompt=[[5], []]),
-    wrong(COMPLETE, "prompt", prompt=[5, "a"]),
-    wrong(COMPLETE, "prompt", prompt=[-1]),
-    wrong(COMPLETE, "prompt", prompt=[10**6]),
-    wrong(COMPLETE, "prompt", prompt=[True]),
-    wrong(COMPLETE, "echo", prompt=[5], echo=True),
-    wrong(GENERATE, "token_ids"),
-    wrong(GENERATE, "token_ids", token_ids="a"),
-    wrong(GENERATE, "token_ids", token_ids=[10**6]),
-    wrong(GENERATE, "sampling_params", token_ids=[5], sampling_params=3),
-    wrong(GENERATE, "sampling_params.max_tokens", token_ids=[5], sampling_params={"max_tokens": 0}),
-    wrong(GENERATE, "features", token_ids=[5], features={"image": 1}),
-    wrong("/v1/chat/completions/tokens", "tokens", messages=HELLO),
-    wrong("/detokenize", "tokens", tokens=[10**6]),
+    *((CHAT, {name: value}, name) for name, values in WRONG_OF_CHAT.items() for value in values),
+    (CHAT, {"messages": calling({})}, "messages"),
+    (CHAT, {"messages": calling({"name": "a", "arguments": "{"})}, "messages"),
+    (CHAT, {"logit_bias": {"5": "a"}}, "logit_bias.5"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"continue_final_message": True}, "add_generation_prompt"),
+    (COMPLETE, {}, "prompt"),
+    *((COMPLETE, {"prompt": value}, "prompt") for value in ([], [[5], []], [5, "a"], [-1], [10**6], [True])),
+    (COMPLETE, {"prompt": [5], "echo": True}, "echo"),
+    (GENERATE, {}, "token_ids"),
+    *((GENERATE, {"token_ids": value}, "token_ids") for value in ("a", [10**6])),
+    (GENERATE, {"token_ids": [5], "sampling_params": 3}, "sampling_params"),
+    (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
+    (GENERATE, {"token_ids": [5], "features": {"image": 1}}, "features"),
+    ("/v1/chat/completions/tokens", {"messages": HELLO}, "tokens"),
+    ("/detokenize", {"tokens": [10**6]}, "tokens"),
 ]
 
 
 @pytest.mark.parametrize("path, body, param", WRONG)
 def test_a_wrong_field_is_named(server, path, body, param):
+    body = {"messages": HELLO, "max_tokens": 2, **body} if path == CHAT else body
     reply = server.client.post(path, content=json.dumps(body).encode())
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
@@ -138,7 +123,7 @@ def test_unknown_models_places_and_ways_are_told(server):
 def test_a_prompt_without_room_says_what_clients_look_for(server):
     long = "a b" * CONTEXT
     for path, body in (
-        (CHAT, {"messages": [{"role": "user", "content": long}]}),
+        (CHAT, {"messages": said(long)}),
         (COMPLETE, {"prompt": [5] * CONTEXT}),
         (GENERATE, {"token_ids": [5] * CONTEXT, "sampling_params": {}}),
         (COMPLETE, {"prompt": "x" * 100_000}),
@@ -427,7 +412,7 @@ def test_nobody_fails_for_the_request_of_another():
 
         def ask(words):
             together.wait()
-            return server.post(CHAT, messages=[{"role": "user", "content": words}])
+            return server.post(CHAT, messages=said(words))
 
         with ThreadPoolExecutor(5) as threads:
             replies = list(threads.map(ask, ("a", "b", "poison", "c", "d")))

@@ -170,9 +170,8 @@ def test_wrong_paths_and_methods_are_4xx(server):
 
 
 def test_broken_connections_leave_the_server_alive(server):
-    host, port = server.url.removeprefix("http://").split(":")
     for sent in (b"", b"POST /get", b"POST / HTTP/1.1\r\nContent-Length: 500\r\n\r\n{", b"\x00\xff\r\n\r\n"):
-        with socket.create_connection((host, int(port))) as connection:
+        with server.connect() as connection:
             connection.sendall(sent)
     assert CLIENT.post(server.url + "/get_reward", content=GOOD).json()["rewards"] == [1.0, 2.0]
 
@@ -204,8 +203,7 @@ def test_a_client_that_sends_far_too_much_reads_why_it_was_refused(server):
 
 def test_a_client_that_never_stops_sending_is_hung_up_on(server, monkeypatch):
     monkeypatch.setattr(http, "MOST_DISCARDED", 1_000_000)
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with server.connect(timeout=20) as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999999999999\r\n\r\n")
         with pytest.raises(ConnectionError):
             while True:
@@ -335,9 +333,8 @@ def closed(connection, seconds=5.0):
 def test_headers_that_never_end_hold_no_connection(monkeypatch):
     monkeypatch.setattr(http, "HEADER_SECONDS", 0.3)
     with running(Numbers()) as server:
-        place = ("127.0.0.1", int(server.url.rpartition(":")[2]))
-        silent, halves, dripping = ([socket.create_connection(place) for _ in range(20)] for _ in range(3))
-        kept = socket.create_connection(place)
+        silent, halves, dripping = ([server.connect() for _ in range(20)] for _ in range(3))
+        kept = server.connect()
         request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
         kept.sendall(request)
         assert kept.recv(1000).startswith(b"HTTP/1.1 200")
@@ -356,7 +353,7 @@ def test_headers_that_never_end_hold_no_connection(monkeypatch):
 def test_a_body_that_never_ends_is_refused(monkeypatch):
     monkeypatch.setattr(http, "BODY_SECONDS", 0.3)
     with running(Numbers()) as server:
-        connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        connection = server.connect()
         connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
         said = closed(connection)
     assert said.startswith(b"HTTP/1.1 408") and b"not whole after 0.3 s" in said
@@ -365,11 +362,10 @@ def test_a_body_that_never_ends_is_refused(monkeypatch):
 def test_more_connections_than_may_be_are_sent_away(monkeypatch):
     monkeypatch.setattr(http, "MOST_CONNECTIONS", 5)
     with running(Numbers()) as server:
-        place = ("127.0.0.1", int(server.url.rpartition(":")[2]))
         while not server.server.started:
             time.sleep(0.01)
-        first = [socket.create_connection(place) for _ in range(5)]
-        assert closed(socket.create_connection(place)).startswith(b"HTTP/1.1 503")
+        first = [server.connect() for _ in range(5)]
+        assert closed(server.connect()).startswith(b"HTTP/1.1 503")
         for connection in first:
             connection.close()
         while server.server.server_state.connections:
