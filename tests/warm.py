@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -80,6 +81,32 @@ def run(argv: list[str], *, limit: float | None = None, **options) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.exitcode
+
+
+def output(argv: list[str], code: int = 0, **options) -> str:
+    """What `trimtab ARGV` prints; it must end with this exit code."""
+    return _outputs(lambda log: [run(argv, log=log, **options)], [code])[0]
+
+
+def world_outputs(argv: list[str], size: int, codes: int | list[int] = 0, **options) -> list[str]:
+    """The same of every process of a world; `codes`: one for all of them, or one for each."""
+    expected = [codes] * size if isinstance(codes, int) else codes
+    return _outputs(lambda log: run_world(argv, size, log=log, **options), expected)
+
+
+def _outputs(run: Callable[[Path], list[int]], codes: list[int]) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(Path(folder) / "log")
+        printed = [path.read_text() for path in sorted(Path(folder).iterdir())]
+    assert found == codes, (found, *printed)
+    return printed
+
+
+def kill(*processes) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
 
 
 def call(function: Callable, *arguments) -> int:

@@ -1,10 +1,11 @@
-"""A small run of any supervised job, built through the real path, for looking at single steps."""
+"""Models, rows and results of small runs, and a supervised run built through the real path, for single steps."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from tests.tiny import tiny_model
 from trimtab.config.parser import parse
@@ -12,6 +13,7 @@ from trimtab.config.resolved_config import check, settle
 from trimtab.distributed.device import find_device
 from trimtab.distributed.process_group import World
 from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
+from trimtab.train.metrics import CLOCK_FIELDS, read_rows
 from trimtab.train.optimizer import OptimizerStep
 from trimtab.train.supervised import MakeTask, SupervisedRun, build_run
 
@@ -71,6 +73,26 @@ def make_run(options_class: type, make_task: MakeTask, folder: Path, words: str 
     options, _ = settle(parse(options_class, [*fixed.split(), "--ckpt_path", f"{folder}/out/ck", *words.split()]))
     check(options)
     return build_run(options, make_task, find_device(), World())
+
+
+def rows(out: Path) -> list[dict]:
+    """The metrics of a run, without what the clock says."""
+    return [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in read_rows(out / "metrics.jsonl")]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    """Of the model or adapter that a run has saved."""
+    return load_file(next(out.glob("*model.safetensors")))
+
+
+def assert_same_tensors(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def assert_same_model(out: Path, other: Path) -> None:
+    assert_same_tensors(weights(out), weights(other))
 
 
 class NoStop:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.train.job_run import labelled_rows, make_run, preference_rows, step_rows, write_model, write_rows
-from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, PRMOptions, RMOptions
+from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, PRMOptions, RMOptions, SFTOptions
 from trimtab.embedded.sort_task import make_rows
 from trimtab.train.supervised import SupervisedRun
-from trimtab.train.supervised_tasks import DPOTask, KDTask, KTOTask, PRMTask, RMTask
+from trimtab.train.supervised_tasks import DPOTask, KDTask, KTOTask, PRMTask, RMTask, SFTTask
 from trimtab.train.task import SupervisedTask
 
 HARD, SOFT = ["y", "n", "y"], [0.2, 1.0, 0.7, 0.0]
@@ -32,6 +32,7 @@ STEPS = "--placeholder_token ? --reward_tokens y n"
 PAIRS = partial(Job, DPOOptions, DPOTask, preference_rows)
 
 JOBS = {
+    "sft": Job(SFTOptions, SFTTask, make_rows),
     "rm": Job(RMOptions, RMTask, preference_rows),
     "rm margin": Job(RMOptions, RMTask, preference_rows, "--margin_loss"),
     "prm hard": Job(PRMOptions, PRMTask, lambda count, seed: step_rows(count, HARD, seed), STEPS),
@@ -52,7 +53,8 @@ JOBS = {
 def write_job(folder: Path, name: str, family: str = "llama", rows: int = 16, **changes: Any) -> None:
     """model/, other/ and train.jsonl of a job. The other model is surer of itself, so it likes the data less."""
     write_model(folder / "model", family, **changes)
-    write_model(folder / "other", family, seed=1, **{"spread": 0.3, **changes})
+    if name != "sft":
+        write_model(folder / "other", family, seed=1, **{"spread": 0.3, **changes})
     write_rows(folder / "train.jsonl", JOBS[name].make_rows(rows, 1))
 
 

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from tests.train.sft_run import write_task
+from tests.train.jobs import write_job
 from trimtab.cli.main import main
 from trimtab.train.alarms import MetricAlarms
+from trimtab.train.metrics import read_rows
 
 NAN = float("nan")
 
@@ -90,11 +91,11 @@ def test_an_evaluation_within_the_interval_of_the_best_is_no_fall():
 def train(folder, words: str) -> list[dict]:
     command = f"sft --pretrain {folder}/model --dataset {folder}/train.jsonl --max_len 40 --train_batch_size 8"
     assert main([*command.split(), "--save_path", f"{folder}/out", *words.split()]) == 0
-    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(folder / "out" / "metrics.jsonl")
 
 
 def test_a_diverged_run_says_so_once_while_it_works_and_in_its_report(tmp_path, capsys):
-    write_task(tmp_path, rows=64)
+    write_job(tmp_path, "sft", rows=64)
     train(tmp_path, "--learning_rate 3 --max_epochs 2 --lr_scheduler constant --lr_warmup_ratio 0")
     assert " ".join(capsys.readouterr().err.split()).count("training makes the model worse") == 1
     assert main(["report", str(tmp_path / "out")]) == 0
@@ -104,7 +105,7 @@ def test_a_diverged_run_says_so_once_while_it_works_and_in_its_report(tmp_path, 
 
 
 def test_a_healthy_run_has_no_alarm_and_a_resumed_one_tells_what_the_whole_one_tells(tmp_path):
-    write_task(tmp_path, rows=64)
+    write_job(tmp_path, "sft", rows=64)
     rows = train(tmp_path, "--learning_rate 3e-3 --max_epochs 2")
     assert rows and not any("alarms" in row for row in rows)
     diverged = losses([0.1] + [5.0] * 9)

@@ -9,86 +9,68 @@ import random
 import signal
 import sys
 import time
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests import warm
 from tests.train import every_loop
-from tests.train.job_run import write_rows
+from tests.train.job_run import assert_same_tensors, rows, weights
 from tests.train.jobs import JOBS, job_words, write_job
-from tests.train.rl import rl_run
-from tests.train.tail import tail_run
 from trimtab.files import is_unfinished
 from trimtab.models.pretrained import check_model_folder
-from trimtab.train.metrics import CLOCK_FIELDS, read_rows
 
 pytestmark = pytest.mark.long
 
-SUPERVISED = {"sft": None, "rm": "rm", "prm": "prm hard", "dpo": "dpo", "kto": "kto", "kd": "kd"}
-RL = {"ppo": "ppo", "grpo": "lora", "reinforce": "reinforce", "rloo": "rloo"}
-TAIL = {"repulse": "repulse", "tail lora": "lora"}
-ALL = [*SUPERVISED, *RL, *TAIL]
+SUPERVISED = ["rm", "prm hard", "dpo", "kto", "kd"]
+ALL = ["sft", *SUPERVISED, "ppo", "lora", "reinforce", "rloo", "tail", "tail lora"]
 SIGNALS = [signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 
 @pytest.fixture(scope="module")
 def prepared(tasks, tmp_path_factory):
     """The folder of a job's models and data, made once."""
-    folders: dict[str, Path] = {}
 
+    @cache
     def make(job):
-        name = SUPERVISED.get(job)
-        if name is None:
+        if job not in SUPERVISED:
             return tasks
-        if job not in folders:
-            folders[job] = tmp_path_factory.mktemp("task")
-            write_job(folders[job], name, rows=8, attention_dropout=0.1)
-            write_rows(folders[job] / "test.jsonl", JOBS[name].make_rows(3, 2))
-        return folders[job]
+        folder = tmp_path_factory.mktemp("task")
+        write_job(folder, job, rows=8, attention_dropout=0.1)
+        return folder
 
     return make
 
 
 def words(folder, job, out):
-    if job in RL:
-        return rl_run.arguments(folder, out, RL[job])
-    if job in TAIL:
-        return tail_run.arguments(folder, out, TAIL[job])
-    if job == "sft":
-        return [*every_loop.words(folder, "sft", out), "--max_samples", "16", "--max_ckpt_num", "2", "--save_hf_ckpt"]
-    name = SUPERVISED[job]
+    if job not in SUPERVISED:
+        more = "--max_samples 16 --max_ckpt_num 2 --save_hf_ckpt" if job == "sft" else ""
+        return every_loop.words(folder, job, out, more)
     fixed = (
-        f"{JOBS[name].verb} --pretrain {folder}/model --dataset {folder}/train.jsonl --max_len 40 "
+        f"{JOBS[job].verb} --pretrain {folder}/model --dataset {folder}/train.jsonl --max_len 40 "
         f"--train_batch_size 4 --micro_train_batch_size 2 --max_epochs 2 --save_steps 1 --learning_rate 1e-2 "
         f"--lr_warmup_ratio 0 --save_path {out} --ckpt_path {out}/checkpoints"
     )
-    return [*fixed.split(), *job_words(folder, name).split()]
+    return [*fixed.split(), *job_words(folder, job).split()]
 
 
 def result(out):
     """Everything two equal runs must agree on: metrics, the model, and the last checkpoint at --save_steps."""
-    rows = [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in read_rows(out / "metrics.jsonl")]
     newest = every_loop.store(out / "checkpoints").latest()
     tensors = {str(path.relative_to(newest)): load_file(path) for path in sorted(newest.rglob("*.safetensors"))}
-    return rows, load_file(next(out.glob("*model.safetensors"))), newest.name, tensors
+    return rows(out), weights(out), newest.name, tensors
 
 
 def assert_undisturbed(out, expected, what, *, asked=False):
     """`asked`: a signal may have made the last checkpoint another one, inside an iteration or of a later step."""
     found = result(out)
     assert found[0] == expected[0], what
-    parts = [("model", found[1], expected[1])]
+    assert_same_tensors(found[1], expected[1])
     if not asked:
         assert found[2] == expected[2] and found[3].keys() == expected[3].keys(), what
-        parts += [(name, found[3][name], tensors) for name, tensors in expected[3].items()]
-    for part, mine, theirs in parts:
-        assert mine.keys() == theirs.keys(), (what, part)
-        for name, tensor in theirs.items():
-            assert torch.equal(tensor, mine[name]), (what, part, name)
+        for name, tensors in expected[3].items():
+            assert_same_tensors(found[3][name], tensors)
     assert not is_unfinished(out) and not list(out.glob(".writing-*")), what
     assert not [path for path in (out / "checkpoints").iterdir() if path.name.startswith((".writing-", ".old-"))], what
     if not (out / "adapter_config.json").exists():
@@ -120,25 +102,22 @@ def at_operation(out, number, sent, counted=None):
 @pytest.fixture(scope="module")
 def straight(prepared, tmp_path_factory):
     """The undisturbed run of each job and what it does to files, made once."""
-    results = {}
 
+    @cache
     def make(job, size=1):
-        if (job, size) not in results:
-            out = tmp_path_factory.mktemp("straight") / "out"
-            counted = out.with_name("counted")
-            command = words(prepared(job), job, out)
-            if size == 1:
-                assert warm.run(command, prepare=partial(at_operation, out, -1, 0, counted)) == 0
-            else:
-                assert warm.run_world(command, size) == [0] * size
-            operations = counted.stat().st_size if counted.exists() else 60
-            results[job, size] = result(out), operations
-        return results[job, size]
+        out = tmp_path_factory.mktemp("straight") / "out"
+        counted = out.with_name("counted")
+        command = words(prepared(job), job, out)
+        if size == 1:
+            assert warm.run(command, prepare=partial(at_operation, out, -1, 0, counted)) == 0
+        else:
+            assert warm.run_world(command, size) == [0] * size
+        return result(out), counted.stat().st_size if counted.exists() else 60
 
     return make
 
 
-EVERY = {"sft": 3, "ppo": 12, "repulse": 16}  # of so many operations one is disturbed
+EVERY = {"sft": 3, "ppo": 12, "tail": 16}  # of so many operations one is disturbed
 
 
 @pytest.mark.parametrize("job", EVERY)

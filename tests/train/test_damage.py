@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests import warm
-from tests.train.every_loop import LOOPS, model, newest_two, step, store, words
-from tests.train.rl.test_resume import at
+from tests.train.every_loop import LOOPS, newest_first, step, store, words
+from tests.train.job_run import assert_same_model, assert_same_tensors, weights
+from tests.train.rl.rl_run import at
 from trimtab.errors import UserError
 from trimtab.train.checkpoint import checksum, seal_state, unseal_state
 from trimtab.train.metrics import read_rows
@@ -37,11 +38,14 @@ def changed(checkpoint: Path, change) -> None:
     save_file(tensors, path, metadata=notes)
 
 
-def flip_a_byte(checkpoint):
-    path = tensors_of(checkpoint)
+def flip(path: Path, place: int) -> None:
     content = bytearray(path.read_bytes())
-    content[-1000] ^= 1
+    content[place] ^= 1
     path.write_bytes(content)
+
+
+def flip_a_byte(checkpoint):
+    flip(tensors_of(checkpoint), -1000)
 
 
 def halve_a_tensor(checkpoint):
@@ -100,7 +104,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(finished, tmp_path, c
     for way in WAYS:
         place = tmp_path / way.__name__
         shutil.copytree(finished(job) / "checkpoints", place)
-        newest, before = newest_two(place)
+        newest, before, *_ = newest_first(place)
         way(newest)
         path, state = store(place).load()
         assert path == before and state["counters"], way.__name__
@@ -108,13 +112,18 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(finished, tmp_path, c
         assert f"{newest}: damaged checkpoint (" in line and f"; {before.name} is used instead" in line, way.__name__
 
 
+def leave_newest(place: Path) -> Path:
+    newest, *others = newest_first(place)
+    for other in others:
+        shutil.rmtree(other)
+    return newest
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_damaged_checkpoint_without_one_before_it_is_refused_in_one_line(finished, tmp_path, way):
     shutil.copytree(finished("sft") / "checkpoints", tmp_path / "checkpoints")
-    newest, *others = sorted((tmp_path / "checkpoints").glob("global_step*"), key=step, reverse=True)
-    way(newest)
-    for other in others:
-        shutil.rmtree(other)
+    way(newest_first(tmp_path / "checkpoints")[0])
+    leave_newest(tmp_path / "checkpoints")
     with pytest.raises(UserError, match=r"global_step12: damaged checkpoint \(.*no whole one before") as error:
         store(tmp_path / "checkpoints").load()
     assert "\n" not in str(error.value)
@@ -123,26 +132,23 @@ def test_a_damaged_checkpoint_without_one_before_it_is_refused_in_one_line(finis
 @pytest.mark.short(1)
 @pytest.mark.parametrize("job, way", [("sft", nan_moment), ("ppo", flip_a_byte), ("tail", tensors_of_another_step)])
 def test_a_run_over_a_damaged_checkpoint_ends_as_the_run_that_had_none(tasks, finished, tmp_path, job, way):
-    out, log = tmp_path / "out", tmp_path / "log"
+    out = tmp_path / "out"
     shutil.copytree(finished(job), out)
-    newest, before = newest_two(out / "checkpoints")
+    newest, before, *_ = newest_first(out / "checkpoints")
     way(newest)
-    assert warm.run([*words(tasks, job, out), "--load_checkpoint"], log=log) == 0
-    assert f"{before.name} is used instead" in log.read_text() and f"resumed from {before}" in log.read_text()
-    expected = model(finished(job))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model(out).items())
+    printed = warm.output(words(tasks, job, out, "--load_checkpoint"))
+    assert f"{before.name} is used instead" in printed and f"resumed from {before}" in printed
+    assert_same_model(out, finished(job))
 
 
 def test_the_only_checkpoint_without_a_state_is_refused_and_old_metrics_stay(tasks, finished, tmp_path):
-    out, log = tmp_path / "out", tmp_path / "log"
+    out = tmp_path / "out"
     shutil.copytree(finished("sft"), out)
-    newest, *others = sorted((out / "checkpoints").glob("global_step*"), key=step, reverse=True)
+    newest = leave_newest(out / "checkpoints")
     no_state(newest)
-    for other in others:
-        shutil.rmtree(other)
     rows = read_rows(out / "metrics.jsonl")
-    assert warm.run([*words(tasks, "sft", out), "--load_checkpoint"], log=log) == 2
-    assert "state.json is missing" in log.read_text() and "Traceback" not in log.read_text()
+    printed = warm.output(words(tasks, "sft", out, "--load_checkpoint"), 2)
+    assert "state.json is missing" in printed and "Traceback" not in printed
     assert read_rows(out / "metrics.jsonl") == rows and not list(out.glob("metrics.1.jsonl"))
     shutil.rmtree(newest)
     with pytest.raises(UserError, match=r"latest names \(global_step12\) is gone"):
@@ -170,7 +176,7 @@ def test_any_flipped_bit_and_any_exchange_of_pieces_changes_a_checksum(tmp_path,
 def test_parts_of_another_step_are_noticed_even_with_checksums_of_their_own(finished, tmp_path, capsys):
     place = tmp_path / "checkpoints"
     shutil.copytree(finished("sft") / "checkpoints", place)
-    newest, before = newest_two(place)
+    newest, before, *_ = newest_first(place)
     tensors_of_another_step(newest)
     state = unseal_state((newest / "state.json").read_text(), step(newest))
     parts = {"tensors.safetensors": checksum(tensors_of(newest))}
@@ -180,27 +186,21 @@ def test_parts_of_another_step_are_noticed_even_with_checksums_of_their_own(fini
 
 
 def test_what_one_process_of_two_finds_damaged_all_pass_over(tasks, tmp_path):
-    out, log = tmp_path / "out", tmp_path / "log"
-    command = [*words(tasks, "sft", out), "--zero_stage", "2"]
+    out = tmp_path / "out"
+    command = words(tasks, "sft", out, "--zero_stage 2")
     assert warm.run_world(command, 2) == [0, 0]
-    expected = model(out)
-    newest, before = newest_two(out / "checkpoints")
-    path = newest / "tensors-00001-of-00002.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1000] ^= 1
-    path.write_bytes(content)
-    assert warm.run_world([*command, "--load_checkpoint"], 2, log=log) == [0, 0]
-    assert f"{before.name} is used instead" in (tmp_path / "log.0").read_text()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model(out).items())
+    expected = weights(out)
+    newest, before, *_ = newest_first(out / "checkpoints")
+    flip(newest / "tensors-00001-of-00002.safetensors", -1000)
+    first, _ = warm.world_outputs([*command, "--load_checkpoint"], 2)
+    assert f"{before.name} is used instead" in first
+    assert_same_tensors(weights(out), expected)
 
 
 def test_a_stop_inside_an_iteration_keeps_its_experience_under_checksums_too(tasks, tmp_path, capsys):
     stopped = partial(at, (3, "score_proposed", 0), signal.SIGTERM, TailRun)
     assert warm.run(words(tasks, "tail", tmp_path), prepare=stopped) == 128 + signal.SIGTERM
-    newest, before = newest_two(tmp_path / "checkpoints")
-    path = newest / "experience" / "tensors.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    newest, before, *_ = newest_first(tmp_path / "checkpoints")
+    flip(newest / "experience" / "tensors.safetensors", -1)
     assert store(tmp_path / "checkpoints").load()[0] == before
     assert "experience/tensors.safetensors is not what was written" in capsys.readouterr().out

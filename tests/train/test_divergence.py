@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.train.every_loop import LOOPS, model, newest_two, words
+from tests.train.every_loop import LOOPS, newest_first, words
+from tests.train.job_run import weights
 from trimtab.train.optimizer import Optimizer, OptimizerStep
 from trimtab.train.rl.trainer import Trainer
 from trimtab.train.supervised import SupervisedRun
@@ -17,33 +18,29 @@ from trimtab.train.supervised import SupervisedRun
 @pytest.mark.short(1)
 @pytest.mark.parametrize("job", LOOPS)
 def test_a_run_whose_last_losses_are_not_finite_fails_and_names_the_model(tasks, tmp_path, job):
-    log, bad = tmp_path / "log", {"sft": range(8, 12), "ppo": range(8, 10), "tail": range(3, 5)}[job]
-    code = warm.run(words(tasks, job, tmp_path), prepare=partial(nan_losses, bad), log=log)
-    assert code == 1 and "Traceback" not in log.read_text()
-    line = log.read_text().splitlines()[-1]
-    assert "not finite in the last 4" in line and str(tmp_path) in line
-    assert all(tensor.isfinite().all() for tensor in model(tmp_path).values())
+    bad = {"sft": range(8, 12), "ppo": range(8, 10), "tail": range(3, 5)}[job]
+    printed = warm.output(words(tasks, job, tmp_path), 1, prepare=partial(nan_losses, bad))
+    line = printed.splitlines()[-1]
+    assert "not finite in the last 4" in line and str(tmp_path) in line and "Traceback" not in printed
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
 
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("job", LOOPS)
 def test_what_is_not_finite_is_never_saved_over_what_is(tasks, tmp_path, job):
-    log = tmp_path / "log"
-    assert warm.run(words(tasks, job, tmp_path), prepare=partial(infinite_moment, 4), log=log) == 1
-    newest = newest_two(tmp_path / "checkpoints")[0]
-    line = log.read_text().splitlines()[-1]
+    line = warm.output(words(tasks, job, tmp_path), 1, prepare=partial(infinite_moment, 4)).splitlines()[-1]
+    newest = newest_first(tmp_path / "checkpoints")[0]
     assert "Adam's moments are not finite" in line and str(newest) in line
     kept = [load_file(path) for path in newest.rglob("*.safetensors")]
     assert kept and all(tensor.isfinite().all() for tensors in kept for tensor in tensors.values())
     assert not (tmp_path / "model.safetensors").exists()
-    assert warm.run([*words(tasks, job, tmp_path), "--load_checkpoint"]) == 0
+    assert warm.run(words(tasks, job, tmp_path, "--load_checkpoint")) == 0
 
 
 def test_weights_that_are_not_finite_at_the_end_are_no_model(tasks, tmp_path):
-    log = tmp_path / "log"
-    never = [*words(tasks, "sft", tmp_path), "--save_steps", "-1"]
-    assert warm.run(never, prepare=partial(infinite_moment, 11, "weight/"), log=log) == 1
-    assert "not finite after step 12" in log.read_text() and not (tmp_path / "model.safetensors").exists()
+    never = words(tasks, "sft", tmp_path, "--save_steps -1")
+    printed = warm.output(never, 1, prepare=partial(infinite_moment, 11, "weight/"))
+    assert "not finite after step 12" in printed and not (tmp_path / "model.safetensors").exists()
 
 
 def nan_losses(bad):

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import warm
-from tests.train.every_loop import LOOPS, model, words
+from tests.train.every_loop import LOOPS, words
+from tests.train.job_run import assert_same_model
 from tests.train.rl.rl_run import without
 from trimtab.config.training_options import CheckpointOptions
 from trimtab.train import run_directory as space
@@ -57,11 +57,10 @@ def test_shortness_is_told_when_it_begins_and_not_again(tmp_path, monkeypatch):
 @pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_bytes_that_are_expected_are_the_bytes_that_are_written(tasks, finished, tmp_path, loop):
-    log = tmp_path / "log"
-    code = warm.run(words(tasks, loop, tmp_path / "out"), prepare=partial(tell_needs, tmp_path / "needs"), log=log)
-    assert code == 0 and "make room before then" in " ".join(log.read_text().split())
-    expected_model, expected_checkpoint = map(int, (tmp_path / "needs").read_text().split())
     out = tmp_path / "out"
+    printed = warm.output(words(tasks, loop, out), prepare=partial(tell_needs, tmp_path / "needs"))
+    assert "make room before then" in " ".join(printed.split())
+    expected_model, expected_checkpoint = map(int, (tmp_path / "needs").read_text().split())
     written = [*out.glob("model.safetensors"), *out.glob("proposal/model.safetensors")]
     assert sum(path.stat().st_size for path in written) == pytest.approx(expected_model, rel=0.1)
     last = max((out / "checkpoints").glob("global_step*"), key=lambda p: p.stat().st_mtime)
@@ -117,56 +116,44 @@ def no_model():
     save.write_folder = refuse
 
 
-@pytest.mark.short(3)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("where", ["checkpoints", "beside", "temporary"])
+PLACES = [("sft", "checkpoints"), ("sft", "beside"), ("sft", "temporary"), ("ppo", "beside"), ("tail", "beside")]
+
+
+@pytest.mark.short(2)
+@pytest.mark.parametrize("loop, where", PLACES)
 def test_a_model_that_cannot_be_written_leaves_a_checkpoint_where_there_is_room(tasks, finished, tmp_path, loop, where):
-    if loop != "sft" and where != "beside":
-        pytest.skip("the order of places is the same for all")
-    out, log, temporary = tmp_path / "run" / "out", tmp_path / "log", tmp_path / "temporary"
+    out, temporary = tmp_path / "run" / "out", tmp_path / "temporary"
     temporary.mkdir()
-    never = [*words(tasks, loop, out), "--save_steps", "-1"]
+    never = words(tasks, loop, out, "--save_steps -1")
     failing = {
         "checkpoints": no_model,
         "beside": partial(full, out, temporary=temporary),
         "temporary": partial(full, tmp_path / "run", temporary=temporary),
     }
-    code = warm.run(never, prepare=failing[where], log=log)
-    line = log.read_text().splitlines()[-1]
-    assert code == 2 and "cannot write the model (No space left on device)" in line
-    assert "Traceback" not in log.read_text()
+    printed = warm.output(never, 2, prepare=failing[where])
+    line = printed.splitlines()[-1]
+    assert "cannot write the model (No space left on device)" in line and "Traceback" not in printed
     places = {"checkpoints": out / "checkpoints", "beside": tmp_path / "run" / "out-rescued"}
     place = places.get(where) or next(temporary.iterdir())
     assert f"is kept in {place}: make room and go on with --load_checkpoint --ckpt_path {place}" in line
     assert warm.run([*never, "--load_checkpoint", "--ckpt_path", str(place)]) == 0
-    expected = model(finished(loop))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model(out).items())
+    assert_same_model(out, finished(loop))
 
 
 def test_a_reward_that_fails_on_a_full_disk_leaves_a_checkpoint_beside(tasks, tmp_path):
-    out, log, reward = tmp_path / "run" / "out", tmp_path / "log", tmp_path / "reward.py"
+    out, reward = tmp_path / "run" / "out", tmp_path / "reward.py"
     reward.write_text("def reward_func(queries, prompts, labels):\n    raise ValueError('the judge is out')\n")
     asked = [*without(words(tasks, "ppo", out), "--reward_verifier"), "--remote_rm_url", str(reward)]
-    assert warm.run(asked, prepare=partial(full, out, temporary=tmp_path), log=log) == 1
-    line = log.read_text().splitlines()[-1]
+    line = warm.output(asked, 1, prepare=partial(full, out, temporary=tmp_path)).splitlines()[-1]
     assert "the judge is out" in line and f"is kept in {tmp_path / 'run' / 'out-rescued'}: make room" in line
 
 
-def test_a_model_that_two_processes_cannot_write_leaves_a_checkpoint_of_both(tasks, tmp_path):
+@pytest.mark.parametrize("loop, more", [("sft", ""), ("ppo", "--max_steps 1 --eval_steps -1")])
+def test_a_model_that_two_processes_cannot_write_leaves_a_checkpoint_of_both(tasks, tmp_path, loop, more):
     out, log = tmp_path / "out", tmp_path / "log"
-    never = [*words(tasks, "sft", out), "--save_steps", "-1", "--zero_stage", "2"]
-    prepare = dict.fromkeys(range(2), no_model)
-    assert warm.run_world(never, 2, log=log, prepare=prepare) == [2, 2]
-    assert "is kept in" in (tmp_path / "log.0").read_text()
-    assert warm.run_world([*never, "--load_checkpoint"], 2) == [0, 0]
-    assert (out / "model.safetensors").exists()
-
-
-def test_a_policy_that_two_processes_cannot_write_leaves_a_checkpoint_of_both(tasks, tmp_path):
-    out, log = tmp_path / "out", tmp_path / "log"
-    never = [*words(tasks, "ppo", out), "--save_steps", "-1", "--zero_stage", "2"]
-    prepare = dict.fromkeys(range(2), no_model)
-    assert warm.run_world(never, 2, log=log, prepare=prepare)[0] == 2
+    never = words(tasks, loop, out, "--save_steps -1 --zero_stage 2", more)
+    codes = warm.run_world(never, 2, log=log, prepare=dict.fromkeys(range(2), no_model))
+    assert codes[0] == 2 and (loop == "ppo" or codes[1] == 2)
     assert "is kept in" in (tmp_path / "log.0").read_text()
     assert warm.run_world([*never, "--load_checkpoint"], 2) == [0, 0]
     assert (out / "model.safetensors").exists()
@@ -175,14 +162,13 @@ def test_a_policy_that_two_processes_cannot_write_leaves_a_checkpoint_of_both(ta
 @pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_metrics_that_cannot_be_written_are_told_in_one_line_and_cost_no_step(tasks, tmp_path, loop):
-    log = tmp_path / "log"
-    never = [*words(tasks, loop, tmp_path / "out"), "--save_steps", "-1"]
-    assert warm.run(never, prepare=partial(full_after, 3), log=log) == 2
-    line = log.read_text().splitlines()[-1]
-    assert "cannot write there (No space left on device)" in line and "Traceback" not in log.read_text()
+    never = words(tasks, loop, tmp_path / "out", "--save_steps -1")
+    printed = warm.output(never, 2, prepare=partial(full_after, 3))
+    line = printed.splitlines()[-1]
+    assert "cannot write there (No space left on device)" in line and "Traceback" not in printed
     assert f"step 3 is kept in {tmp_path}/out/checkpoints" in line
-    assert warm.run([*never, "--load_checkpoint"], log=log) == 0
-    assert f"resumed from {tmp_path}/out/checkpoints/global_step3" in log.read_text()
+    resumed = warm.output([*never, "--load_checkpoint"])
+    assert f"resumed from {tmp_path}/out/checkpoints/global_step3" in resumed
 
 
 def full_after(step):
@@ -208,13 +194,12 @@ def test_a_small_disk_that_fills_up_for_real_leaves_a_checkpoint_elsewhere(tasks
     if os.getuid() or os.system(f"mount -t tmpfs -o size=80k none {small} 2>/dev/null"):
         pytest.skip("a disk of its own needs the right to mount one")
     try:
-        log, temporary = tmp_path / "log", tmp_path / "temporary"
+        temporary = tmp_path / "temporary"
         temporary.mkdir()
-        command = [*words(tasks, "sft", small / "out"), "--save_steps", "-1"]
-        code = warm.run(command, log=log, prepare=partial(full, temporary=temporary))
+        command = words(tasks, "sft", small / "out", "--save_steps -1")
+        said = " ".join(warm.output(command, 2, prepare=partial(full, temporary=temporary)).split())
         (kept,) = temporary.iterdir()
-        said = " ".join(log.read_text().split())
-        assert code == 2 and f"--load_checkpoint --ckpt_path {kept}" in said and "make room before then" in said
+        assert f"--load_checkpoint --ckpt_path {kept}" in said and "make room before then" in said
         assert "Traceback" not in said and shutil.disk_usage(small).total == 80 * 1024
     finally:
         os.system(f"umount {small}")

@@ -2,16 +2,15 @@
 
 import os
 import signal
-from functools import partial
+from functools import cache, partial
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.train.job_run import write_rows
+from tests.train.job_run import assert_same_tensors, rows, weights, write_rows
 from tests.train.jobs import JOBS, job_words, write_job
-from trimtab.train.metrics import CLOCK_FIELDS, read_rows
+from trimtab.train.metrics import read_rows
 from trimtab.train.supervised import SupervisedRun
 
 STEPS = 6  # 12 samples, 4 a step, two epochs
@@ -21,6 +20,8 @@ PACKED = "--packing_samples --micro_train_batch_size 1"  # still more than one r
 PACKED_BF16 = f"{PACKED} --bf16"
 LORA = "--lora_rank 4 --lora_dropout 0.1"
 VARIANTS = {
+    "sft": ("sft", f"{LORA} {PACKED_BF16}"),
+    "sft plain": ("sft", ""),
     "rm": ("rm margin", ""),
     "rm lora": ("rm", f"{LORA} {PACKED_BF16}"),
     "prm hard": ("prm hard", ""),
@@ -33,21 +34,19 @@ VARIANTS = {
     "kto lora": ("kto", f"{LORA} {PACKED_BF16} --ref_pretrain None"),
     "kd": ("kd", PACKED),
 }
-SHORT = ("rm", "prm hard", "dpo", "kto", "kd")
+SHORT = ("sft", "rm", "prm hard", "dpo", "kto", "kd")
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A folder with models, training and evaluation rows for each kind of data, made once."""
-    folders = {}
+    """A folder with models, training and evaluation rows of a job, made once."""
 
+    @cache
     def make(name):
-        kind = JOBS[name].make_rows
-        if kind not in folders:
-            folder = folders[kind] = tmp_path_factory.mktemp("task")
-            write_job(folder, name, rows=12, attention_dropout=0.1)
-            write_rows(folder / "test.jsonl", kind(5, 2))
-        return folders[kind]
+        folder = tmp_path_factory.mktemp("task")
+        write_job(folder, name, rows=12, attention_dropout=0.1)
+        write_rows(folder / "test.jsonl", JOBS[name].make_rows(5, 2))
+        return folder
 
     return make
 
@@ -67,33 +66,29 @@ def arguments(folder, out, variant, *more):
 
 def result(out):
     """Everything two equal runs must agree on."""
-    rows = [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in read_rows(out / "metrics.jsonl")]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert [row["step"] for row in rows if "eval_loss" in row] == [STEPS // 2, STEPS]
+    found = rows(out)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in found if "eval_loss" in row] == [STEPS // 2, STEPS]
     described = [p.read_text() for p in (out / "rewards.json", out / "config.json") if p.exists()]
-    weights = load_file(next(out.glob("*model.safetensors")))
-    return rows, described, weights, load_file(out / "checkpoints" / f"global_step{STEPS}" / "tensors.safetensors")
+    saved = load_file(out / "checkpoints" / f"global_step{STEPS}" / "tensors.safetensors")
+    return found, described, weights(out), saved
 
 
 def assert_identical(first, second):
     assert first[:2] == second[:2]
     for mine, theirs in zip(first[2:], second[2:]):
-        assert mine.keys() == theirs.keys()
-        for name in mine:
-            assert torch.equal(mine[name], theirs[name]), name
+        assert_same_tensors(mine, theirs)
 
 
 @pytest.fixture(scope="module")
 def straight(prepared, tmp_path_factory):
     """The uninterrupted run of each variant, made once."""
-    results = {}
 
+    @cache
     def make(variant):
-        if variant not in results:
-            out = tmp_path_factory.mktemp("straight")
-            assert warm.run(arguments(prepared(VARIANTS[variant][0]), out, variant)) == 0
-            results[variant] = result(out)
-        return results[variant]
+        out = tmp_path_factory.mktemp("straight")
+        assert warm.run(arguments(prepared(VARIANTS[variant][0]), out, variant)) == 0
+        return result(out)
 
     return make
 
@@ -111,10 +106,9 @@ def test_killed_and_resumed_equals_uninterrupted(prepared, straight, tmp_path, v
     assert warm.run(arguments(folder, tmp_path, variant), prepare=partial(die_at, *moment)) == -signal.SIGKILL
     done = len(read_rows(tmp_path / "metrics.jsonl"))
     assert done == moment[0] + (moment[1] == "write")
-    log = tmp_path / "log"
-    assert warm.run(arguments(folder, tmp_path, variant, "--load_checkpoint"), log=log) == 0
+    printed = warm.output(arguments(folder, tmp_path, variant, "--load_checkpoint"))
     kept = moment[0] // EVERY * EVERY
-    assert f"at step {kept}" in log.read_text() or not kept
+    assert f"at step {kept}" in printed or not kept
     assert_identical(result(tmp_path), straight(variant))
 
 
@@ -131,10 +125,10 @@ def test_reference_log_probs_that_were_lost_are_made_again_the_same(prepared, st
 
 
 def test_a_checkpoint_of_another_job_is_refused(prepared, tmp_path):
-    folder, log = prepared("rm"), tmp_path / "log"
+    folder = prepared("rm")
     assert warm.run(arguments(folder, tmp_path, "rm"), prepare=partial(die_at, *USUAL)) == -signal.SIGKILL
-    assert warm.run(arguments(folder, tmp_path, "orpo", "--load_checkpoint"), log=log) == 2
-    assert "this checkpoint was written by another job" in log.read_text()
+    printed = warm.output(arguments(folder, tmp_path, "orpo", "--load_checkpoint"), 2)
+    assert "this checkpoint was written by another job" in printed
 
 
 def die_at(step, where):

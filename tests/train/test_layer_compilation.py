@@ -5,10 +5,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.tiny import tiny_model
-from tests.train.sft_run import write_task
+from tests.train.job_run import assert_same_model, rows, weights
+from tests.train.jobs import write_job
 from trimtab.cli.main import main
 from trimtab.config.jobs import SFTOptions
 from trimtab.distributed.device import Device
@@ -16,7 +16,7 @@ from trimtab.models import compile as compiled
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.policy import Policy
 from trimtab.train import layer_compilation as compiling
-from trimtab.train.metrics import CLOCK_FIELDS, read_rows
+from trimtab.train.metrics import read_rows
 from trimtab.train.supervised import SupervisedRun
 
 
@@ -32,7 +32,7 @@ def fast_compiler(monkeypatch):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
-    write_task(folder)
+    write_job(folder, "sft")
     return folder
 
 
@@ -43,11 +43,6 @@ def run(folder, out, *more):
         f"--ckpt_path {out}/ck"
     )
     return main([*words.split(), *more])
-
-
-def result(out):
-    rows = [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in read_rows(out / "metrics.jsonl")]
-    return rows, load_file(out / "model.safetensors")
 
 
 def before_step(monkeypatch, number, what):
@@ -74,8 +69,8 @@ def test_a_resumed_run_follows_the_decision_and_is_the_uninterrupted_one(folder,
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert run(folder, straight, "--compile", "on") == 0
     assert "layers of the model are compiled, in " in capsys.readouterr().out
-    rows = read_rows(straight / "metrics.jsonl")
-    assert rows[0]["seconds_compile"] > 0 and all("seconds_compile" not in row for row in rows[1:])
+    first, *others = read_rows(straight / "metrics.jsonl")
+    assert first["seconds_compile"] > 0 and all("seconds_compile" not in row for row in others)
     assert json.loads((straight / "manifest.json").read_text())["compiled"] == {"model": True}
     with monkeypatch.context() as until, pytest.raises(Killed):
         before_step(until, 3, kill)
@@ -84,8 +79,8 @@ def test_a_resumed_run_follows_the_decision_and_is_the_uninterrupted_one(folder,
     capsys.readouterr()
     assert run(folder, stopped, "--load_checkpoint") == 0  # auto, which alone would leave a CPU's layers plain
     assert "layers of the model are compiled" in capsys.readouterr().out
-    (mine, my_weights), (theirs, their_weights) = result(stopped), result(straight)
-    assert mine == theirs and all(torch.equal(my_weights[name], their_weights[name]) for name in their_weights)
+    assert rows(stopped) == rows(straight)
+    assert_same_model(stopped, straight)
 
 
 def test_layers_that_fail_in_a_run_are_given_up_before_the_next_step(folder, tmp_path, monkeypatch, capsys):
@@ -103,10 +98,8 @@ def test_layers_that_fail_in_a_run_are_given_up_before_the_next_step(folder, tmp
     told = "compiled layers are given up from this step on: the compiler fails (no such luck)"
     assert capsys.readouterr().out.count(told) == 1
     assert compiled_in(out, 2) == {"model": True} and compiled_in(out, 4) == {"model": False}
-    (mine, my_weights), (theirs, their_weights) = result(out), result(plain)
-    assert [row["step"] for row in mine] == [row["step"] for row in theirs]
-    for name, weight in their_weights.items():
-        torch.testing.assert_close(my_weights[name], weight, rtol=1e-3, atol=1e-4)
+    assert [row["step"] for row in rows(out)] == [row["step"] for row in rows(plain)]
+    torch.testing.assert_close(weights(out), weights(plain), rtol=1e-3, atol=1e-4)
     assert run(folder, out, "--load_checkpoint", "--compile", "on") == 0  # kept, whatever is asked for
     assert "layers of the model are not compiled: the run began, or went on, with plain ones" in capsys.readouterr().out
 

@@ -2,77 +2,40 @@
 
 import json
 import signal
+from functools import partial
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.train.rl import rl_run
-from tests.train.test_resume import arguments, folder  # noqa: F401 (a fixture)
-from trimtab.cli.main import main
-from trimtab.interrupts import StopRequest
-from trimtab.train.metrics import CLOCK_FIELDS, read_rows
-from trimtab.train.rl.loop import RLRun
-from trimtab.train.supervised import SupervisedRun
+from tests import warm
+from tests.train.every_loop import signal_in_step, words
+from tests.train.job_run import assert_same_model, rows
 
 
-def rows(out):
-    return [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in read_rows(out / "metrics.jsonl")]
-
-
-def assert_same(first, second):
-    assert rows(first) == rows(second)
-    mine, theirs = (load_file(out / "model.safetensors") for out in (first, second))
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-def stopped_after(monkeypatch, run, method, calls):
-    """Ctrl-C arrives during this call of the method."""
-    plain, seen = getattr(run, method), []
-
-    def stopping(self, stop: StopRequest):
-        seen.append(1)
-        if len(seen) == calls:
-            stop._remember(signal.SIGINT, None)
-        return plain(self, stop)
-
-    monkeypatch.setattr(run, method, stopping)
-
-
-def test_a_supervised_run_stops_there_with_its_schedule_and_a_last_evaluation_and_is_resumed(
-    folder,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-):
+def stopped_and_resumed(tasks, tmp_path, loop, number, more):
+    """The rows of a whole run; one that was stopped in this step and went on is the same."""
     whole, again = tmp_path / "whole", tmp_path / "again"
-    more = ["--max_steps", "5", "--save_steps", "2"]
-    assert main(arguments(folder, whole, "plain", *more)) == 0
-    found = rows(whole)
+    assert warm.run(words(tasks, loop, whole, more)) == 0
+    stopped = partial(signal_in_step, loop, number, signal.SIGINT)
+    assert warm.run(words(tasks, loop, again, more), prepare=stopped) == 128 + signal.SIGINT
+    assert warm.run(words(tasks, loop, again, more, "--load_checkpoint")) == 0
+    assert rows(whole) == rows(again)
+    assert_same_model(whole, again)
+    return rows(whole)
+
+
+def test_a_supervised_run_stops_there_with_its_schedule_and_a_last_evaluation_and_is_resumed(tasks, tmp_path):
+    found = stopped_and_resumed(tasks, tmp_path, "sft", 2, "--max_steps 5 --save_steps 2")
     assert len(found) == 5 and "eval_loss" in found[-1]
     rates = [row["learning_rate"] for row in found]
     assert rates[0] == pytest.approx(1e-2) and rates[-1] < 3e-3, "the schedule is that of five steps, not of twelve"
-    assert json.loads((whole / "manifest.json").read_text())["steps"] == 5
-    with monkeypatch.context() as patched:
-        stopped_after(patched, SupervisedRun, "train_step", 3)
-        assert main(arguments(folder, again, "plain", *more)) == 130
-    assert main(arguments(folder, again, "plain", *more, "--load_checkpoint")) == 0
-    assert_same(whole, again)
+    assert json.loads((tmp_path / "whole" / "manifest.json").read_text())["steps"] == 5
 
 
-def test_an_rl_run_stops_after_so_many_iterations_and_is_resumed(tmp_path, monkeypatch):
-    task = rl_run.write_task(tmp_path)
-    whole, again = tmp_path / "whole", tmp_path / "again"
-    more = ["--max_steps", "2", "--eval_steps", "-1"]
-    assert main(rl_run.arguments(task, whole, "filtered", *more)) == 0
-    found = rows(whole)
+def test_an_rl_run_stops_after_so_many_iterations_and_is_resumed(tasks, tmp_path):
+    found = stopped_and_resumed(tasks, tmp_path, "filtered", 1, "--max_steps 2 --eval_steps -1")
     assert [row["step"] for row in found] == [0, 1, 2] and "eval_reward" in found[-1]
-    with monkeypatch.context() as patched:
-        stopped_after(patched, RLRun, "iterate", 2)
-        assert main(rl_run.arguments(task, again, "filtered", *more)) == 130
-    assert main([*rl_run.arguments(task, again, "filtered", *more), "--load_checkpoint"]) == 0
-    assert_same(whole, again)
 
 
-def test_more_steps_than_the_data_give_change_nothing(folder, tmp_path):  # noqa: F811
-    assert main(arguments(folder, tmp_path, "plain", "--max_steps", "1000")) == 0
-    assert len(rows(tmp_path)) == 12
+def test_more_steps_than_the_data_give_change_nothing(tasks, finished, tmp_path):
+    assert warm.run(words(tasks, "sft", tmp_path, "--max_steps 1000")) == 0
+    assert rows(tmp_path) == rows(finished("sft"))

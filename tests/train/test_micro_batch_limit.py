@@ -1,6 +1,5 @@
 """A pass that does not fit into memory is cut smaller; the numbers stay."""
 
-import json
 import resource
 import shutil
 from functools import partial
@@ -9,13 +8,11 @@ import pytest
 import torch
 
 from tests import warm
-from tests.train.job_run import NoStop, relative_difference
+from tests.train.job_run import NoStop, relative_difference, rows
 from tests.train.jobs import job_words, run_of, write_job
-from tests.train.sft_run import make_run, write_task
 from trimtab.cli.main import main
 from trimtab.distributed.device import is_out_of_memory
 from trimtab.errors import OutOfMemory, RunFailed
-from trimtab.train.metrics import read_rows
 from trimtab.train.update import MicroBatchLimit, memory_guard, retry_smaller
 
 STEP = "--train_batch_size 8 --micro_train_batch_size 8 --max_epochs 1 --learning_rate 1e-3"
@@ -67,24 +64,23 @@ def test_the_run_says_so_goes_on_and_resumes_as_it_was(tmp_path, monkeypatch, ca
     def run(place: str, words: str = "") -> list[dict]:
         where = ["--save_path", f"{tmp_path}/{place}", "--ckpt_path", f"{tmp_path}/{place}/checkpoints"]
         assert main(["dpo", *argv.split(), *where, "--save_steps", "2", *words.split()]) == 0
-        rows = [json.loads(line) for line in (tmp_path / place / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in row.items() if "second" not in k and k != "memory_gib"} for row in rows]
+        return rows(tmp_path / place)
 
     with_room_for(110, monkeypatch)
-    rows = run("once")
+    once = run("once")
     assert "out of memory in step 1: begun anew in passes of at most" in capsys.readouterr().out
-    assert rows[0]["pass_samples"] < 8 and rows[-1]["pass_samples"] == rows[0]["pass_samples"]
+    assert once[0]["pass_samples"] < 8 and once[-1]["pass_samples"] == once[0]["pass_samples"]
     # The same run, stopped after its second step and gone on where there is room for everything: cut as before.
     monkeypatch.undo()
     shutil.copytree(tmp_path / "once", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "global_step4")
     (tmp_path / "again" / "checkpoints" / "latest").write_text("global_step2")
-    assert run("again", "--load_checkpoint") == rows
+    assert run("again", "--load_checkpoint") == once
 
 
 def test_a_sample_that_does_not_fit_alone_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys):
-    write_task(tmp_path)
-    run = make_run(tmp_path, f"{STEP} --packing_samples")
+    write_job(tmp_path, "sft")
+    run = run_of(tmp_path, "sft", f"{STEP} --packing_samples")
     with_room_for(5, monkeypatch)
     with pytest.raises(RunFailed, match=r"does not fit into memory.*--max_len.*go on from .*global_step0") as failure:
         run.train_step(NoStop())
@@ -93,8 +89,8 @@ def test_a_sample_that_does_not_fit_alone_ends_the_run_with_a_checkpoint(tmp_pat
 
 
 def test_evaluation_is_cut_smaller_too(tmp_path, monkeypatch):
-    write_task(tmp_path)
-    run = make_run(tmp_path, f"{STEP} --eval_dataset {tmp_path}/train.jsonl")
+    write_job(tmp_path, "sft")
+    run = run_of(tmp_path, "sft", f"{STEP} --eval_dataset {tmp_path}/train.jsonl")
     whole = run.evaluate()
     with_room_for(60, monkeypatch)
     assert run.evaluate() == pytest.approx(whole, rel=1e-5)
@@ -108,22 +104,18 @@ def short_of_room(tokens: int) -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_one_process_without_room_and_all_begin_the_step_anew(tmp_path, stage):
-    write_task(tmp_path)
+    write_job(tmp_path, "sft")
     words = f"sft --pretrain {tmp_path}/model --dataset {tmp_path}/train.jsonl --max_len 40 {STEP} --zero_stage {stage}"
     words += f" --eval_dataset {tmp_path}/train.jsonl --eval_split train --micro_train_batch_size 4 --input_key input"
 
     def run(place: str, prepare: dict) -> list[dict]:
         where = ["--save_path", f"{tmp_path}/{place}", "--ckpt_path", f"{tmp_path}/{place}/checkpoints"]
-        log = tmp_path / f"{place}.log"
-        assert warm.run_world([*words.split(), *where], 2, prepare=prepare, log=log) == [0, 0], log_of(log)
-        return read_rows(tmp_path / place / "metrics.jsonl")
-
-    def log_of(log) -> str:
-        return "".join(path.read_text()[-3000:] for path in sorted(log.parent.glob(f"{log.name}*")))
+        printed = "".join(warm.world_outputs([*words.split(), *where], 2, prepare=prepare))
+        assert ("begun anew in passes of at most" in printed) == bool(prepare)
+        return rows(tmp_path / place)
 
     whole = run("whole", {})
     cut = run("cut", {1: partial(short_of_room, 40)})
-    assert "begun anew in passes of at most" in log_of(tmp_path / "cut.log")
     assert [row["step"] for row in cut] == [row["step"] for row in whole]
     assert cut[0]["pass_samples"] < 4
     for before, after in zip(whole, cut):

@@ -5,10 +5,10 @@ import signal
 from functools import partial
 
 import pytest
-import torch
 
 from tests import warm
-from tests.train.every_loop import LOOPS, model, signal_in_step, words
+from tests.train.every_loop import LOOPS, signal_in_step, words
+from tests.train.job_run import assert_same_model
 from trimtab.train.metrics import read_rows
 
 
@@ -16,8 +16,7 @@ from trimtab.train.metrics import read_rows
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_run_whose_output_nobody_reads_any_more_ends_as_any_other(tasks, finished, tmp_path, loop):
     assert warm.run(words(tasks, loop, tmp_path), prepare=broken_output) == 0
-    expected = model(finished(loop))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model(tmp_path).items())
+    assert_same_model(tmp_path, finished(loop))
 
 
 def broken_output():
@@ -32,12 +31,11 @@ def broken_output():
 @pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_terminal_that_hangs_up_leaves_a_checkpoint(tasks, finished, tmp_path, loop):
-    prepare, log = partial(disconnect, loop, signal.SIG_DFL), tmp_path / "log"
-    assert warm.run(words(tasks, loop, tmp_path), prepare=prepare, log=log) == 128 + signal.SIGHUP
-    assert "checkpoint saved in" in log.read_text()
-    assert warm.run([*words(tasks, loop, tmp_path), "--load_checkpoint"]) == 0
-    expected = model(finished(loop))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model(tmp_path).items())
+    hung_up = partial(disconnect, loop, signal.SIG_DFL)
+    printed = warm.output(words(tasks, loop, tmp_path), 128 + signal.SIGHUP, prepare=hung_up)
+    assert "checkpoint saved in" in printed
+    assert warm.run(words(tasks, loop, tmp_path, "--load_checkpoint")) == 0
+    assert_same_model(tmp_path, finished(loop))
 
 
 def test_with_nohup_a_terminal_may_hang_up(tasks, tmp_path):

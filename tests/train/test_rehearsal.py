@@ -5,20 +5,18 @@ import re
 
 import pytest
 
-from tests.tiny import tiny_model
+from tests.train.job_run import write_model, write_rows
 from trimtab.cli.main import main
-from trimtab.embedded.sort_task import make_prompts, make_rows, make_tokenizer
+from trimtab.embedded.sort_task import make_prompts, make_rows
 from trimtab.train import launch
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
-    tokenizer = make_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    for name, rows in (("train", make_rows(300, seed=1)), ("prompts", make_prompts(300, 1))):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_model(folder / "model")
+    write_rows(folder / "train.jsonl", make_rows(300, seed=1))
+    write_rows(folder / "prompts.jsonl", make_prompts(300, 1))
     return folder
 
 
@@ -27,11 +25,10 @@ def dry(task, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(verb, *words):
-        data = "--dataset train.jsonl" if verb == "sft" else "--prompt_data prompts.jsonl --label_key label"
-        fixed = f"{verb} --dry_run --pretrain model --apply_chat_template {data}".split()
-        places = [str(task / word) if word in ("model", "train.jsonl", "prompts.jsonl") else word for word in fixed]
-        code = main([*places, *words])
-        return code, *capsys.readouterr()
+        sft, rl = f"--dataset {task}/train.jsonl", f"--prompt_data {task}/prompts.jsonl --label_key label"
+        data = sft if verb == "sft" else rl
+        fixed = f"{verb} --dry_run --pretrain {task}/model --apply_chat_template {data}"
+        return main([*fixed.split(), *words]), *capsys.readouterr()
 
     return run
 
@@ -55,9 +52,7 @@ def test_it_says_how_the_model_will_be_run(dry, tmp_path):
     code, told, _ = dry("grpo", *GRPO, *verifier)
     split = "# over several processes: --ds_tensor_parallel_size 2 or 4, --ring_attn_size\n"
     assert code == 0 and f"# rows: packed\n{split}# engine: built-in\n" in told
-    tokenizer = make_tokenizer()
-    tiny_model("bloom", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "bloom")
-    tokenizer.save_pretrained(tmp_path / "bloom")
+    write_model(tmp_path / "bloom", "bloom")
     bloom = ("--pretrain", str(tmp_path / "bloom"))
     code, told, _ = dry("sft", *bloom)
     assert code == 0 and "# rows: padded, not packed: BloomAttention does not use" in told

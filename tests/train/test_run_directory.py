@@ -4,6 +4,8 @@ import os
 import shutil
 import signal
 import socket
+import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -23,25 +25,27 @@ from trimtab.train.metrics import read_rows
 @pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_second_run_in_the_same_folder_is_refused_and_told_of_the_first(tasks, tmp_path, loop):
-    log = tmp_path / "log"
-    process = warm.start([*words(tasks, loop, tmp_path / "out")], prepare=wait_before_the_end)
-    try:
-        warm.wait_until(lambda: (tmp_path / "out" / "waiting").exists(), process)
+    with waiting_run(words(tasks, loop, tmp_path / "out"), tmp_path / "out") as process:
         rows = read_rows(tmp_path / "out" / "metrics.jsonl")
-        assert warm.run(words(tasks, loop, tmp_path / "out"), log=log) == 2
-        line = log.read_text().splitlines()[-1]
+        line = warm.output(words(tasks, loop, tmp_path / "out"), 2).splitlines()[-1]
         assert f"at work there (process {process.pid} on {socket.gethostname()})" in line
         assert read_rows(tmp_path / "out" / "metrics.jsonl") == rows and rows
-    finally:
-        process.kill()
-        process.join()
     with locked("save_path", tmp_path / "out"):
         pass  # a crash has released it
 
 
-def wait_before_the_end():
-    import time
+@contextmanager
+def waiting_run(command, out):
+    """A run that waits before its end, and is killed."""
+    process = warm.start(command, prepare=wait_before_the_end)
+    try:
+        warm.wait_until((out / "waiting").exists, process)
+        yield process
+    finally:
+        warm.kill(process)
 
+
+def wait_before_the_end():
     from trimtab.train.run_directory import RunDirectory
 
     def wait(folder):
@@ -52,37 +56,24 @@ def wait_before_the_end():
 
 
 def test_two_runs_may_have_folders_beside_each_other_but_not_one_for_checkpoints(tasks, tmp_path):
-    log = tmp_path / "log"
-    shared = ["--ckpt_path", str(tmp_path / "shared")]
-    process = warm.start([*words(tasks, "sft", tmp_path / "a"), *shared], prepare=wait_before_the_end)
-    try:
-        warm.wait_until(lambda: (tmp_path / "a" / "waiting").exists(), process)
-        assert warm.run(words(tasks, "sft", tmp_path / "b"), log=log) == 0
-        assert warm.run([*words(tasks, "sft", tmp_path / "c"), *shared], log=log) == 2
-        assert f"--ckpt_path {tmp_path}/shared: another run is at work there" in log.read_text()
-    finally:
-        process.kill()
-        process.join()
+    shared = f"--max_steps 1 --ckpt_path {tmp_path}/shared"
+    with waiting_run(words(tasks, "sft", tmp_path / "a", shared), tmp_path / "a"):
+        assert warm.run(words(tasks, "sft", tmp_path / "b", "--max_steps 1")) == 0
+        printed = warm.output(words(tasks, "sft", tmp_path / "c", shared), 2)
+        assert f"--ckpt_path {tmp_path}/shared: another run is at work there" in printed
 
 
 @pytest.mark.long
 def test_the_processes_of_one_run_share_their_folder_and_are_refused_together(tasks, tmp_path):
-    process = warm.start(words(tasks, "sft", tmp_path / "out"), prepare=wait_before_the_end)
-    try:
-        warm.wait_until(lambda: (tmp_path / "out" / "waiting").exists(), process)
+    with waiting_run(words(tasks, "sft", tmp_path / "out"), tmp_path / "out"):
         assert warm.run_world(words(tasks, "sft", tmp_path / "out"), 2) == [2, 2]
-    finally:
-        process.kill()
-        process.join()
     assert warm.run_world(words(tasks, "sft", tmp_path / "out"), 2) == [0, 0]
 
 
 def test_a_child_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path):
-    process = warm._context.Process(target=hold_and_fork, args=(tmp_path,))
-    warm._start(process)
+    process = warm.start_call(hold_and_fork, tmp_path)
     warm.wait_until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text(), process)
-    process.kill()
-    process.join()
+    warm.kill(process)
     try:
         with locked("save_path", tmp_path):
             pass
@@ -91,8 +82,6 @@ def test_a_child_that_outlives_a_killed_run_does_not_hold_its_folder(tmp_path):
 
 
 def hold_and_fork(folder):
-    import time
-
     with locked("save_path", folder):
         if os.fork() == 0:
             (folder / "child").write_text(str(os.getpid()))
@@ -102,24 +91,12 @@ def hold_and_fork(folder):
 # ---- whose model it is
 
 
-@pytest.fixture(scope="module")
-def old(finished, tmp_path_factory):
-    """The folder of a run that is done."""
-
-    def make(loop):
-        folder = tmp_path_factory.mktemp("old") / "out"
-        shutil.copytree(finished(loop), folder)
-        return folder
-
-    return make
-
-
 @pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_new_run_that_was_killed_leaves_no_old_model_to_be_taken_for_its_own(tasks, old, loop, capsys):
-    folder = old(loop)
+def test_a_new_run_that_was_killed_leaves_no_old_model_to_be_taken_for_its_own(tasks, finished, tmp_path, loop, capsys):
+    folder = shutil.copytree(finished(loop), tmp_path / "out")
     assert read_run(folder).has_saved_model and not is_unfinished(folder)
-    again = [*words(tasks, loop, folder), "--seed", "7", "--overwrite"]
+    again = words(tasks, loop, folder, "--seed 7 --overwrite")
     assert warm.run(again, prepare=partial(signal_in_step, loop, 0, signal.SIGKILL)) == -signal.SIGKILL
     assert (folder / "model.safetensors").exists() and not read_run(folder).has_saved_model
     with pytest.raises(UserError, match="has not finished, so the model there is an earlier one"):
@@ -134,15 +111,13 @@ def test_a_new_run_that_was_killed_leaves_no_old_model_to_be_taken_for_its_own(t
 @pytest.mark.parametrize("moves", range(1, 6))
 def test_killed_while_its_model_is_moved_in_a_folder_is_no_model(tasks, tmp_path, moves):
     """Whatever has been moved, config.json is the last, and the mark is still there."""
-    prepare = partial(die_before_move, moves)
-    code = warm.run([*words(tasks, "sft", tmp_path), "--save_steps", "-1"], prepare=prepare)
-    assert code == -signal.SIGKILL and is_unfinished(tmp_path)
+    command = words(tasks, "sft", tmp_path, "--save_steps -1 --max_steps 1")
+    assert warm.run(command, prepare=partial(die_before_move, moves)) == -signal.SIGKILL and is_unfinished(tmp_path)
     assert not (tmp_path / "config.json").exists()
     with pytest.raises(UserError, match="has not finished"):
         check_model_folder(str(tmp_path))
-    left = list(tmp_path.glob(".writing-*"))
-    assert left
-    assert warm.run([*words(tasks, "sft", tmp_path), "--save_steps", "-1"]) == 0
+    assert list(tmp_path.glob(".writing-*"))
+    assert warm.run(command) == 0
     assert not list(tmp_path.glob(".writing-*")) and not is_unfinished(tmp_path)
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {path.name for path in tmp_path.iterdir()}
 
@@ -163,7 +138,7 @@ def die_before_move(number):
 
 
 def test_an_export_beside_a_checkpoint_is_whole_or_absent(tasks, tmp_path):
-    command = [*words(tasks, "sft", tmp_path), "--save_hf_ckpt"]
+    command = words(tasks, "sft", tmp_path, "--save_hf_ckpt")
     assert warm.run(command, prepare=partial(die_before_move, 3)) == -signal.SIGKILL
     place = tmp_path / "checkpoints"
     assert not list(place.glob("global_step*")) and list(place.glob(".writing-*_hf"))

@@ -1,18 +1,23 @@
 """A small RL run through the real command, and everything that two equal runs must agree on."""
 
+import os
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from tests.tiny import tiny_model
-from tests.train.job_run import write_rows
+from tests.train.job_run import assert_same_tensors, rows, weights, write_model, write_rows
 from trimtab.embedded.sort_task import make_prompts, make_tokenizer
-from trimtab.train.metrics import CLOCK_FIELDS, read_rows
+from trimtab.train import checkpoint
+from trimtab.train.metrics import read_rows
+from trimtab.train.rl.loop import RLRun
 
 PROMPTS, A_ROLLOUT, EPISODES = 9, 4, 2  # the last rollout has 2 prompts
 ITERATIONS = 5
 
+EVALUATION = ("--eval_dataset", "--eval_split", "--eval_steps", "--eval_n_samples_per_prompt")
 # A random model's answers differ in whether they have an early digit: a reward that is neither constant nor rare.
 REWARD = "--reward_verifier regex([0-4]):1.0,length(0-6):0.5"
 ESTIMATORS = {
@@ -29,12 +34,19 @@ ESTIMATORS = {
 
 def write_task(folder: Path, **changes) -> Path:
     """Models and prompts."""
-    tokenizer = make_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer), **changes).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    write_model(folder / "model", **changes)
     write_rows(folder / "prompts.jsonl", make_prompts(PROMPTS, 1))
     write_rows(folder / "test.jsonl", make_prompts(5, 2))
     return folder
+
+
+def write_judge(folder: Path, seed: int) -> None:
+    """A reward model."""
+    tokenizer = make_tokenizer()
+    config = tiny_model(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=1).config
+    torch.manual_seed(seed)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def arguments(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:
@@ -55,15 +67,6 @@ def without(words: list[str], *flags: str) -> list[str]:
     return [word for place, word in enumerate(words) if place not in gone]
 
 
-def rows(out: Path) -> list[dict]:
-    found = read_rows(out / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in found]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(next(out.glob("*model.safetensors")))
-
-
 def result(out: Path) -> tuple:
     """Metrics, kept rollouts and their tokens, weights, and the last checkpoint's tensors."""
     last = max((out / "checkpoints").glob("global_step*"), key=lambda p: int(p.name.removeprefix("global_step")))
@@ -77,6 +80,30 @@ def assert_identical(first: tuple, second: tuple) -> None:
     assert first[1] == second[1]
     assert first[2].keys() == second[2].keys()
     for part in first[2]:
-        assert first[2][part].keys() == second[2][part].keys()
-        for name, tensor in first[2][part].items():
-            assert torch.equal(tensor, second[2][part][name]), (part, name)
+        assert_same_tensors(first[2][part], second[2][part])
+
+
+def at(moment: tuple[int, str, int], number: int, run_class: type = RLRun) -> None:
+    """Send this process a signal in this iteration, after `done` calls of what it is doing."""
+    iteration, what, done = moment
+    calls = 0
+
+    def flushed(path: Path) -> None:
+        begun = [part.removeprefix(".writing-global_step") for part in path.parts if part.startswith(".writing-")]
+        if begun and iteration <= int(begun[0]):
+            os.kill(os.getpid(), number)
+        flush(path)
+
+    def interrupted(run, *given):
+        nonlocal calls
+        if run.counters.iteration == iteration:
+            if calls == done:
+                os.kill(os.getpid(), number)
+            calls += 1
+        return plain(run, *given)
+
+    if what == "write":
+        flush, checkpoint.flush = checkpoint.flush, flushed
+    else:
+        plain = getattr(run_class, what)
+        setattr(run_class, what, interrupted)
