@@ -13,6 +13,7 @@ import pytest
 
 from tests.cluster.machines import Machines, refusal
 from tests.cluster.warm_workers import WarmWorkers
+from tests.train.conftest import folder  # noqa: F401
 
 # Ray reads these when it is imported, which other tests may do first. Without the first a local Ray listens to the
 # whole network.
@@ -31,8 +32,8 @@ class Cluster:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    folder = Path(tempfile.mkdtemp(prefix="tt"))  # short, because the paths of sockets have a limit
-    token = folder / "token"
+    place = Path(tempfile.mkdtemp(prefix="tt"))  # short, because the paths of sockets have a limit
+    token = place / "token"
     token.write_text(os.urandom(32).hex())
     token.chmod(0o600)
     environment = {
@@ -47,7 +48,7 @@ def cluster() -> Iterator[Cluster]:
         patched.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         import ray
 
-        warm_workers = WarmWorkers(folder)
+        warm_workers = WarmWorkers(place)
         with mock.patch.object(sys, "executable", str(warm_workers.interpreter)):
             context = ray.init(
                 num_cpus=DEVICES,
@@ -55,12 +56,12 @@ def cluster() -> Iterator[Cluster]:
                 include_dashboard=False,
                 object_store_memory=80 * 2**20,
                 log_to_driver=False,
-                _temp_dir=str(folder),
+                _temp_dir=str(place),
             )
         yield Cluster(environment | {"RAY_ADDRESS": context.address_info["gcs_address"]}, warm_workers)
         ray.shutdown()
         warm_workers.close()
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from tests.cluster.machines import wait_until
 from tests.cluster.test_faults import assert_no_orphan
 from tests.train.rl import rl_run
 from tests.train.rl.async_run import BOUND, check_ledger
-from tests.train.rl.test_groups import folder  # noqa: F401 (a fixture)
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.experience import Experience
 
@@ -29,7 +28,7 @@ SLOWLY = 0.02  # seconds a token
 class Run:
     """A command, its engines, and what it leaves."""
 
-    def __init__(self, cluster, folder: Path, out: Path):  # noqa: F811
+    def __init__(self, cluster, folder: Path, out: Path):
         self.cluster, self.folder, self.out, self.log = cluster, folder, out, out / "log"
         self.notes = out / "engines"
         self.notes.mkdir(parents=True)
@@ -79,7 +78,7 @@ class Run:
 
 
 @pytest.fixture
-def run(cluster, folder, tmp_path):  # noqa: F811
+def run(cluster, folder, tmp_path):
     made = Run(cluster, folder, tmp_path)
     yield made
     made.process.kill()

@@ -7,7 +7,6 @@ import pytest
 from tests import warm
 from tests.cluster.engines_apart import ON_RAY, build_engines_apart, without_vllm
 from tests.train.rl import rl_run
-from tests.train.rl.test_groups import folder  # noqa: F401 (a fixture)
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def apart(cluster):
 
 
 @pytest.mark.long
-def test_they_answer_from_the_weights_that_are_sent_to_them(cluster, folder, apart, tmp_path):  # noqa: F811
+def test_they_answer_from_the_weights_that_are_sent_to_them(cluster, folder, apart, tmp_path):
     apart(0.0)
     log = tmp_path / "log"
     words = rl_run.arguments(folder, tmp_path, "grpo", ON_RAY, "--max_steps 2 --eval_steps -1")

@@ -12,13 +12,12 @@ from tests import warm
 from tests.cluster.machines import wait_until
 from tests.cluster.phases import note_phases, wait_for
 from tests.train.rl import rl_run
-from tests.train.rl.test_groups import folder  # noqa: F401 (a fixture)
 
 TWO = "--ray --actor_num_gpus_per_node 2 --eval_steps -1 --max_steps 4"
 
 
 @pytest.fixture
-def words(folder):  # noqa: F811
+def words(folder):
     def make(out, *more: str) -> list[str]:
         return rl_run.arguments(folder, out, "grpo", f"--reward_pretrain {folder}/judge", TWO, *more)
 
@@ -26,7 +25,7 @@ def words(folder):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def straight(cluster, folder, tmp_path_factory):  # noqa: F811
+def straight(cluster, folder, tmp_path_factory):
     """The undisturbed run."""
     out = tmp_path_factory.mktemp("straight")
     command = rl_run.arguments(folder, out, "grpo", f"--reward_pretrain {folder}/judge", TWO)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.cluster.machines import wait_until
 from tests.train.rl import rl_run
-from tests.train.rl.test_groups import folder  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.long
 
@@ -24,7 +23,7 @@ def head(machines):
 
 
 @pytest.fixture
-def working_directory(folder, tmp_path):  # noqa: F811
+def working_directory(folder, tmp_path):
     """The project and the task, as somebody would have them; and a folder that all nodes share beside it."""
     place = tmp_path / "work"
     shutil.copytree(PROJECT / "trimtab", place / "trimtab", ignore=shutil.ignore_patterns("__pycache__"))

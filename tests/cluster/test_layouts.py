@@ -3,16 +3,14 @@
 from functools import partial
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests import warm
 from tests.cluster.ray_run import LAYOUTS, keep_gradients_of_processes
-from tests.train.rl.test_groups import folder, keep_gradients, words  # noqa: F401 (a fixture)
+from tests.train.rl.test_groups import assert_same_gradients, keep_gradients, words
 
 
 @pytest.fixture(scope="module")
-def alone(folder, tmp_path_factory):  # noqa: F811
+def alone(folder, tmp_path_factory):
     """A recording by one process, and its gradients."""
     place = tmp_path_factory.mktemp("alone")
     command = words(folder, place / "out", f"--record {place}/recorded")
@@ -22,7 +20,7 @@ def alone(folder, tmp_path_factory):  # noqa: F811
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_recorded_rollouts_are_those_of_one_process(cluster, folder, alone, tmp_path, layout):  # noqa: F811
+def test_gradients_of_recorded_rollouts_are_those_of_one_process(cluster, folder, alone, tmp_path, layout):
     kept, log = tmp_path / "kept", tmp_path / "log"
     kept.mkdir()
     command = words(folder, tmp_path / "out", f"--replay {alone}/recorded --ray {LAYOUTS[layout]}")
@@ -32,10 +30,7 @@ def test_gradients_of_recorded_rollouts_are_those_of_one_process(cluster, folder
     finally:
         cluster.workers.prepare(None)
     for role in ("actor", "critic"):
-        expected = load_file(alone / f"kept-{role}.safetensors")
         processes = list(kept.glob(f"*-{role}.safetensors"))
         assert len(processes) == (2 if "--actor_num_gpus_per_node 2" in LAYOUTS[layout] else 1)
-        for found in map(load_file, processes):
-            assert expected.keys() == found.keys()
-            for parameter, gradient in expected.items():
-                torch.testing.assert_close(found[parameter], gradient, atol=1e-5, rtol=1e-5)
+        for found in processes:
+            assert_same_gradients(found, alone / f"kept-{role}.safetensors")

@@ -15,7 +15,6 @@ import pytest
 from tests.cluster.machines import wait_until
 from tests.cluster.phases import PHASES, note_phases, noted, wait_for
 from tests.train.rl import rl_run
-from tests.train.rl.test_groups import folder  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.long
 
@@ -31,7 +30,7 @@ DISTURBANCES = [(phase, how) for phase in PHASES for how in ("node killed", "lin
 class Run:
     """A command on the head, and what its workers note."""
 
-    def __init__(self, machines, folder: Path, out: Path, *more: str):  # noqa: F811
+    def __init__(self, machines, folder: Path, out: Path, *more: str):
         self.machines, self.out, self.notes, self.log = machines, out, out / "notes", out / "log"
         out.mkdir(parents=True, exist_ok=True)
         machines.warm.prepare(partial(note_phases, self.notes))
@@ -67,7 +66,7 @@ def three(machines):
 
 
 @pytest.fixture(scope="module")
-def straight(three, folder, tmp_path_factory):  # noqa: F811
+def straight(three, folder, tmp_path_factory):
     run = Run(three, folder, tmp_path_factory.mktemp("straight"))
     assert run.end(300) == 0, run.said()
     used = {doing.address for doing in noted(run.notes)}
@@ -83,7 +82,7 @@ def victim_of(three, run, phase):
 
 
 @pytest.mark.parametrize("phases", [("rollout", "scoring", "update"), ("weight sync", "save")], ids=" and ".join)
-def test_what_is_lost_in_any_phase_is_named_and_the_run_resumed(three, folder, straight, tmp_path, phases):  # noqa: F811
+def test_what_is_lost_in_any_phase_is_named_and_the_run_resumed(three, folder, straight, tmp_path, phases):
     told, more = [], ""
     for phase, how in (disturbance for disturbance in DISTURBANCES if disturbance[0] in phases):
         run = Run(three, folder, tmp_path, more)
@@ -110,7 +109,7 @@ def test_what_is_lost_in_any_phase_is_named_and_the_run_resumed(three, folder, s
     rl_run.assert_identical(rl_run.result(tmp_path), straight)
 
 
-def test_with_restarts_a_run_outlives_losses_in_every_phase(three, folder, straight, tmp_path):  # noqa: F811
+def test_with_restarts_a_run_outlives_losses_in_every_phase(three, folder, straight, tmp_path):
     run = Run(three, folder, tmp_path, f"--max_restarts {len(DISTURBANCES)} --restart_wait 120")
     for number, (phase, how) in enumerate(DISTURBANCES, 1):
         victim = victim_of(three, run, phase)
@@ -129,7 +128,7 @@ def test_with_restarts_a_run_outlives_losses_in_every_phase(three, folder, strai
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_twenty_random_kills_leave_no_trace_in_the_end(three, folder, straight, tmp_path, seed):  # noqa: F811
+def test_twenty_random_kills_leave_no_trace_in_the_end(three, folder, straight, tmp_path, seed):
     chance, kills = random.Random(seed), 20
     run = Run(three, folder, tmp_path, f"--max_restarts {kills} --restart_wait 120")
     for number in range(1, kills + 1):
@@ -146,7 +145,7 @@ def test_twenty_random_kills_leave_no_trace_in_the_end(three, folder, straight, 
     rl_run.assert_identical(rl_run.result(tmp_path), straight)
 
 
-def test_a_machine_whose_folders_are_its_own_is_refused_before_anything_is_loaded(three, folder, tmp_path):  # noqa: F811
+def test_a_machine_whose_folders_are_its_own_is_refused_before_anything_is_loaded(three, folder, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     victim = three.all[2]

@@ -47,25 +47,13 @@ def kill_after(seconds: float) -> None:
     RLRun.run_iterations = killed
 
 
-def tell_while_collecting(number: int, times: int) -> None:
-    """Send this process a signal when it has asked so often what is written."""
-    plain, calls = AsyncRolloutWorker.advance, itertools.count(1)
+def tell_while_collecting(number: int, times: int, method: str = "advance") -> None:
+    """Send this process a signal when it has asked so often what is written, or called another method of the worker."""
+    plain, calls = getattr(AsyncRolloutWorker, method), itertools.count(1)
 
-    def advance(writing, *given):
+    def told(worker, *given, **named):
         if next(calls) == times:
             os.kill(os.getpid(), number)
-        return plain(writing, *given)
+        return plain(worker, *given, **named)
 
-    AsyncRolloutWorker.advance = advance
-
-
-def tell_in_pause(number: int, times: int) -> None:
-    """Send this process a signal when it pauses for so often: in an iteration's first, a batch has been chosen."""
-    plain, calls = AsyncRolloutWorker.pause, itertools.count(1)
-
-    def pause(writing, **given):
-        if next(calls) == times:
-            os.kill(os.getpid(), number)
-        return plain(writing, **given)
-
-    AsyncRolloutWorker.pause = pause
+    setattr(AsyncRolloutWorker, method, told)

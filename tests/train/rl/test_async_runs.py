@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.train.rl.async_run import check_ledger, kill_after, tell_in_pause, tell_while_collecting, words
-from tests.train.rl.rl_run import EPISODES, PROMPTS, arguments, assert_identical, result, rows, without
-from tests.train.rl.test_groups import folder  # noqa: F401
-from tests.train.rl.test_resume import at
+from tests.train.rl.async_run import check_ledger, kill_after, tell_while_collecting, words
+from tests.train.rl.rl_run import EPISODES, EVALUATION, PROMPTS, arguments, assert_identical, at, result, rows, without
 from trimtab.cli.main import main
 from trimtab.errors import CannotWrite, OutOfMemory
 from trimtab.train.metrics import read_rows
@@ -31,16 +29,15 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
-def slowly_rewarded(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:  # noqa: F811
+def slowly_rewarded(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:
     (out.parent / "reward.py").write_text(SLOW)
-    given = without(words(folder, out, estimator, *more), "--reward_verifier", "--eval_dataset", "--eval_split")
-    given = without(given, "--eval_steps", "--eval_n_samples_per_prompt")
+    given = without(words(folder, out, estimator, *more), "--reward_verifier", *EVALUATION)
     return [*given, "--reward_func", str(out.parent / "reward.py")]
 
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("estimator", ["grpo", "ppo", "reinforce"])
-def test_where_nothing_may_age_the_run_is_the_synchronous_one_bit_for_bit(folder, tmp_path, estimator):  # noqa: F811
+def test_where_nothing_may_age_the_run_is_the_synchronous_one_bit_for_bit(folder, tmp_path, estimator):
     assert main(arguments(folder, tmp_path / "plain", estimator)) == 0
     assert main(arguments(folder, tmp_path / "asked", estimator, "--async_train --async_staleness 0")) == 0
     assert_identical(result(tmp_path / "plain"), result(tmp_path / "asked"))
@@ -61,7 +58,7 @@ def test_where_nothing_may_age_the_run_is_the_synchronous_one_bit_for_bit(folder
         ),
     ],
 )
-def test_every_prompt_is_trained_or_filtered_once_and_in_time(folder, tmp_path, estimator, more):  # noqa: F811
+def test_every_prompt_is_trained_or_filtered_once_and_in_time(folder, tmp_path, estimator, more):
     assert main(words(folder, tmp_path, estimator, more.format(folder=folder))) == 0
     places = 36 if "--num_episodes 4" in more else 18
     lines = check_ledger(tmp_path, places=places)
@@ -72,7 +69,7 @@ def test_every_prompt_is_trained_or_filtered_once_and_in_time(folder, tmp_path, 
         assert sum(len(line["filtered"]) for line in lines) > 0
 
 
-def test_a_run_of_so_many_steps_leaves_nothing_half_written_and_goes_on(folder, tmp_path):  # noqa: F811
+def test_a_run_of_so_many_steps_leaves_nothing_half_written_and_goes_on(folder, tmp_path):
     given = words(folder, tmp_path, "grpo")
     assert main([*given, "--max_steps", "3"]) == 0
     check_ledger(tmp_path, places=12)
@@ -94,13 +91,12 @@ def test_a_run_of_so_many_steps_leaves_nothing_half_written_and_goes_on(folder, 
         ("--controller_apart", 3),
     ],
 )
-def test_several_processes_keep_to_the_same_rules_and_may_be_stopped(folder, tmp_path, split, processes):  # noqa: F811
+def test_several_processes_keep_to_the_same_rules_and_may_be_stopped(folder, tmp_path, split, processes):
     given = words(folder, tmp_path / "out", "ppo", f"--reward_pretrain {folder}/judge --num_episodes 1", split)
     moment = {0: partial(at, (1, "update", 0), signal.SIGTERM)}
     codes = warm.run_world(given, processes, prepare=moment, log=tmp_path / "log")
     assert codes[0] == 128 + signal.SIGTERM, (tmp_path / "log.0").read_text()
-    again = warm.run_world([*given, "--load_checkpoint"], processes, log=tmp_path / "again")
-    assert again == [0] * processes, (tmp_path / "again.0").read_text()
+    warm.world_outputs([*given, "--load_checkpoint"], processes)
     check_ledger(tmp_path / "out", places=9)
 
 
@@ -126,14 +122,14 @@ MOMENTS = [
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
-def test_stopped_by_a_signal_nothing_is_lost(folder, tmp_path, moment):  # noqa: F811
+def test_stopped_by_a_signal_nothing_is_lost(folder, tmp_path, moment):
     given = words(folder, tmp_path, "grpo")
     assert warm.run(given, prepare=partial(at, moment, signal.SIGTERM)) == 128 + signal.SIGTERM
     assert main([*given, "--load_checkpoint"]) == 0
     check_ledger(tmp_path)
 
 
-def test_answers_that_a_signal_finds_half_written_are_written_on(folder, tmp_path):  # noqa: F811
+def test_answers_that_a_signal_finds_half_written_are_written_on(folder, tmp_path):
     given = words(folder, tmp_path, "grpo")
     prepare = partial(tell_while_collecting, signal.SIGTERM, 20)
     assert warm.run(given, prepare=prepare) == 128 + signal.SIGTERM
@@ -148,7 +144,7 @@ def test_answers_that_a_signal_finds_half_written_are_written_on(folder, tmp_pat
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("method", ["keep_samples", "keep_places"])
-def test_a_disk_that_fills_up_after_an_update_repeats_and_loses_no_prompt(folder, tmp_path, monkeypatch, method):  # noqa: F811
+def test_a_disk_that_fills_up_after_an_update_repeats_and_loses_no_prompt(folder, tmp_path, monkeypatch, method):
     plain = getattr(RunFiles, method)
 
     def full(self, iteration, *more):
@@ -165,7 +161,7 @@ def test_a_disk_that_fills_up_after_an_update_repeats_and_loses_no_prompt(folder
     assert sorted(place for line in lines for place in line["trained"]) == list(range(PROMPTS * EPISODES))
 
 
-def test_a_checkpoint_of_answers_ahead_is_not_for_a_synchronous_run(folder, tmp_path, capsys):  # noqa: F811
+def test_a_checkpoint_of_answers_ahead_is_not_for_a_synchronous_run(folder, tmp_path, capsys):
     given = words(folder, tmp_path, "grpo")
     assert warm.run(given, prepare=partial(at, (2, "update", 0), signal.SIGTERM)) == 128 + signal.SIGTERM
     plain = [*arguments(folder, tmp_path, "grpo", "--generate_max_len 24 --save_steps 1"), "--load_checkpoint"]
@@ -174,17 +170,17 @@ def test_a_checkpoint_of_answers_ahead_is_not_for_a_synchronous_run(folder, tmp_
     assert "this run was asynchronous, and 4 groups of its checkpoint are not trained yet; give --async_train" in told
 
 
-def test_what_is_written_slowly_and_judged_slowly_is_trained_once_over_kills(folder, tmp_path):  # noqa: F811
+def test_what_is_written_slowly_and_judged_slowly_is_trained_once_over_kills(folder, tmp_path):
     check_kills(folder, tmp_path / "out", "grpo", kills=2, episodes=3, seed=3)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("estimator, seed", [("grpo", 0), ("ppo", 1), ("filtered", 2), ("lora", 3)])
-def test_over_twenty_random_kills_the_ledger_and_the_bound_hold(folder, tmp_path, estimator, seed):  # noqa: F811
+def test_over_twenty_random_kills_the_ledger_and_the_bound_hold(folder, tmp_path, estimator, seed):
     check_kills(folder, tmp_path / "out", estimator, kills=20, episodes=12, seed=seed)
 
 
-def check_kills(folder: Path, out: Path, estimator: str, *, kills: int, episodes: int, seed: int) -> None:  # noqa: F811
+def check_kills(folder: Path, out: Path, estimator: str, *, kills: int, episodes: int, seed: int) -> None:
     """Kill a run again and again within the seconds that its iterations take; each time it goes on."""
     draw = random.Random(seed)
     given = slowly_rewarded(folder, out, estimator, f"--num_episodes {episodes} --max_ckpt_num 2")
@@ -207,7 +203,7 @@ def check_kills(folder: Path, out: Path, estimator: str, *, kills: int, episodes
 # ---- what goes wrong
 
 
-def test_a_reward_that_never_comes_ends_the_run_with_a_table_and_a_checkpoint(folder, tmp_path):  # noqa: F811
+def test_a_reward_that_never_comes_ends_the_run_with_a_table_and_a_checkpoint(folder, tmp_path):
     flag = tmp_path / "hang"
     text = SLOW.replace(
         "    time.sleep", f"    while __import__('os').path.exists({str(flag)!r}): time.sleep(0.05)\n    time.sleep"
@@ -215,9 +211,7 @@ def test_a_reward_that_never_comes_ends_the_run_with_a_table_and_a_checkpoint(fo
     given = slowly_rewarded(folder, tmp_path / "out", "grpo", "--async_timeout 1.5 --num_episodes 1")
     (tmp_path / "reward.py").write_text(text)
     flag.touch()
-    log = tmp_path / "log"
-    assert warm.run(given, log=log) == 1
-    told = log.read_text()
+    told = warm.output(given, 1)
     assert "no token, no reward and no step for 1.5 s (--async_timeout)" in told and "its reward" in told
     assert "add --load_checkpoint to go on" in told
     flag.unlink()
@@ -226,7 +220,7 @@ def test_a_reward_that_never_comes_ends_the_run_with_a_table_and_a_checkpoint(fo
 
 
 @pytest.mark.long
-def test_where_the_engine_has_no_room_what_it_had_written_is_saved(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_where_the_engine_has_no_room_what_it_had_written_is_saved(folder, tmp_path, monkeypatch, capsys):
     plain, calls = AsyncRolloutWorker.advance, itertools.count(1)
 
     def short(writing, **given):
@@ -243,7 +237,7 @@ def test_where_the_engine_has_no_room_what_it_had_written_is_saved(folder, tmp_p
 
 
 @pytest.mark.long
-def test_a_signal_between_a_batch_and_its_scoring_and_memory_short_there_lose_nothing(folder, tmp_path, monkeypatch):  # noqa: F811
+def test_a_signal_between_a_batch_and_its_scoring_and_memory_short_there_lose_nothing(folder, tmp_path, monkeypatch):
     calls = itertools.count(1)
 
     def short(run, experience):
@@ -256,16 +250,15 @@ def test_a_signal_between_a_batch_and_its_scoring_and_memory_short_there_lose_no
         patch.setattr(RLRun, "score", short)
         assert main(words(folder, tmp_path, "ppo")) == 1
     given = [*words(folder, tmp_path, "ppo"), "--load_checkpoint"]
-    assert warm.run(given, prepare=partial(tell_in_pause, signal.SIGTERM, 2)) == 128 + signal.SIGTERM
+    assert warm.run(given, prepare=partial(tell_while_collecting, signal.SIGTERM, 2, "pause")) == 128 + signal.SIGTERM
     assert main(given) == 0
     check_ledger(tmp_path)
 
 
 @pytest.mark.long
-def test_when_roles_are_built_anew_between_a_batch_and_its_scoring_nothing_is_lost(folder, tmp_path):  # noqa: F811
+def test_when_roles_are_built_anew_between_a_batch_and_its_scoring_nothing_is_lost(folder, tmp_path):
     given = words(folder, tmp_path / "out", "grpo")
-    codes = warm.run_world(given, 2, prepare={0: begin_anew_once}, log=tmp_path / "log")
-    assert codes == [0, 0], (tmp_path / "log.0").read_text()
+    warm.world_outputs(given, 2, prepare={0: begin_anew_once})
     check_ledger(tmp_path / "out")
 
 

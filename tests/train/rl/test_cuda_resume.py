@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.train.rl.rl_run import arguments, assert_identical, result, write_task
-from tests.train.rl.test_resume import at
+from tests.train.rl.rl_run import arguments, assert_identical, at, result, write_task
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 FAST = ["--bf16", "--compile", "on", "--full_determinism"]

@@ -6,9 +6,9 @@ import signal
 from functools import partial
 
 import pytest
-import torch
 
 from tests import warm
+from tests.train.job_run import assert_same_model, assert_same_tensors
 from tests.train.rl.async_run import kill_after, tell_while_collecting
 from tests.train.rl.environment_run import (
     AHEAD,
@@ -21,26 +21,10 @@ from tests.train.rl.environment_run import (
     result,
     told_again,
     write_game,
-    write_task,
 )
-from tests.train.rl.rl_run import rows, weights
-from tests.train.rl.test_resume import at
+from tests.train.rl.rl_run import at, rows, without
 from trimtab.cli.main import main
 from trimtab.train.metrics import read_rows
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
-def straight(folder, tmp_path_factory):
-    """The run that nobody stops, and its recording."""
-    out = tmp_path_factory.mktemp("straight")
-    assert warm.run(arguments(folder, out, write_game(folder), f"--record {out}/recording")) == 0
-    return out
-
 
 OF_THE_ENGINES_LOG_PROBS = ("sampled_entropy", "log_prob_gap", "log_prob_ratio")
 
@@ -54,18 +38,17 @@ def same(first, second):
         for name, found in row.items():
             engines = name in OF_THE_ENGINES_LOG_PROBS
             assert found == (pytest.approx(other[name], abs=1e-5) if engines else other[name]), name
-    assert first[2].keys() == second[2].keys()
-    assert all(torch.equal(tensor, second[2][name]) for name, tensor in first[2].items())
+    assert_same_tensors(first[2], second[2])
 
 
-def test_what_is_drawn_is_what_is_trained_and_every_turn_is_told(straight):
-    found = [row for row in rows(straight) if row["step"]]
+def test_what_is_drawn_is_what_is_trained_and_every_turn_is_told(played):
+    found = [row for row in rows(played) if row["step"]]
     assert [row["samples"] for row in found] == [BATCH * SAMPLES, BATCH * SAMPLES, 2 * SAMPLES]
     for row in found:
         assert row["log_prob_gap"] < 1e-5 and 1 <= row["turns"] <= 3
         assert row["finish/stop"] + row["finish/length"] == 1, "a last turn may be cut"
         assert row["failed_episodes"] == row["begun_anew"] == 0 and row["reward"] == row["reward/environment"]
-    for row in kept(straight):
+    for row in kept(played):
         turns = row["turns"]
         assert [turn["drawn"] for turn in turns] == [place % 2 == 0 for place in range(len(turns))]
         assert sum(turn["tokens"] for turn in turns if turn["drawn"]) == row["tokens"]
@@ -73,29 +56,28 @@ def test_what_is_drawn_is_what_is_trained_and_every_turn_is_told(straight):
         assert all(turn["text"] in ("higher", "lower", "only a number, please") for turn in turns[1::2])
 
 
-def test_a_recording_is_replayed_without_the_environment(folder, straight, tmp_path):
-    words = arguments(folder, tmp_path, "trimtab:guess", f"--replay {straight}/recording --apply_chat_template")
-    place = words.index("--environment")
-    assert main([*words[:place], *words[place + 2 :]]) == 0
-    assert [row["reward"] for row in rows(tmp_path)] == [row["reward"] for row in rows(straight)]
-    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(straight).items())
-    assert kept(tmp_path) == kept(straight), "who said what was recorded too"
+def test_a_recording_is_replayed_without_the_environment(games, played, tmp_path):
+    words = arguments(games, tmp_path, "trimtab:guess", f"--replay {played}/recording --apply_chat_template")
+    assert main(without(words, "--environment")) == 0
+    assert [row["reward"] for row in rows(tmp_path)] == [row["reward"] for row in rows(played)]
+    assert_same_model(tmp_path, played)
+    assert kept(tmp_path) == kept(played), "who said what was recorded too"
 
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("moment", [(1, "update", 1), (1, "score", 0), (2, "sample", 0)], ids=str)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, straight, tmp_path, moment, number):
-    words = arguments(folder, tmp_path, folder / "game.py")
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(games, played, tmp_path, moment, number):
+    words = arguments(games, tmp_path, games / "game.py")
     code = warm.run(words, prepare=partial(at, moment, number))
     assert code == (128 + number if number == signal.SIGTERM else -number)
     assert warm.run([*words, "--load_checkpoint"]) == 0
-    same(result(tmp_path), result(straight))
+    same(result(tmp_path), result(played))
 
 
-def test_rows_whose_environment_breaks_are_left_out_until_there_are_too_many(folder, tmp_path, capsys):
+def test_rows_whose_environment_breaks_are_left_out_until_there_are_too_many(games, tmp_path, capsys):
     game = write_game(tmp_path, breaks=(1, 7))
-    words = arguments(folder, tmp_path / "out", game, "--no_shuffle --env_retries 1")
+    words = arguments(games, tmp_path / "out", game, "--no_shuffle --env_retries 1")
     assert main([*words, "--env_max_failed", "0"]) == 1
     told = capsys.readouterr().err
     assert "row 1 is broken" in told and "--env_max_failed" in told and "prompts.jsonl" in told and "checkpoint" in told
@@ -117,50 +99,48 @@ class Game(Guess):
 """
 
 
-def test_episodes_that_end_before_the_first_turn_are_counted_and_a_batch_of_them_ends_the_run(folder, tmp_path, capsys):
+def test_episodes_that_end_before_the_first_turn_are_counted_and_a_batch_of_them_ends_the_run(games, tmp_path, capsys):
     game = tmp_path / "game.py"
     short = f"--episode_max_len 60 --max_steps 1 --rollout_batch_size {BATCH}"
     game.write_text(TOO_LONG.format(condition="task.sample == 0"))
-    assert main(arguments(folder, tmp_path / "some", game, short)) == 0
+    assert main(arguments(games, tmp_path / "some", game, short)) == 0
     (row,) = rows(tmp_path / "some")
     assert row["empty_samples"] == BATCH and row["finish/context"] == 1 / SAMPLES
     game.write_text(TOO_LONG.format(condition="True"))
-    assert main(arguments(folder, tmp_path / "all", game, short)) == 1
+    assert main(arguments(games, tmp_path / "all", game, short)) == 1
     told = f"iteration 1: the model drew no token in any of {BATCH * SAMPLES} samples"
     assert told in "".join(capsys.readouterr())
 
 
-def test_episodes_outlive_updates_and_each_prompt_is_trained_or_named_as_failed_once(folder, tmp_path):
+def test_episodes_outlive_updates_and_each_prompt_is_trained_or_named_as_failed_once(games, tmp_path):
     game = write_game(tmp_path, breaks=(2,), slow=0.02)
-    words = arguments(folder, tmp_path / "out", game, AHEAD, "--env_max_failed 1 --env_retries 0 --no_shuffle")
-    told = warm.run(words, prepare=partial(tell_while_collecting, signal.SIGTERM, 12), log=tmp_path / "log")
-    assert told == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
-    assert warm.run([*words, "--load_checkpoint"], log=tmp_path / "again") == 0, (tmp_path / "again").read_text()
+    words = arguments(games, tmp_path / "out", game, AHEAD, "--env_max_failed 1 --env_retries 0 --no_shuffle")
+    warm.output(words, 128 + signal.SIGTERM, prepare=partial(tell_while_collecting, signal.SIGTERM, 12))
+    warm.output([*words, "--load_checkpoint"])
     lines = check_ledger(tmp_path / "out")
     assert [place for line in lines for place in line["failed"]] == [2]
     assert sum(row.get("failed_episodes", 0) for row in rows(tmp_path / "out")) > 0
 
 
 @pytest.mark.long
-def test_killed_twenty_times_it_is_the_run_that_was_not(folder, tmp_path):
+def test_killed_twenty_times_it_is_the_run_that_was_not(games, tmp_path):
     game, more = write_game(tmp_path), "--num_episodes 9"
-    assert warm.run(arguments(folder, tmp_path / "straight", game, more)) == 0
-    words, moments = arguments(folder, tmp_path / "out", game, more), random.Random(4)
+    assert warm.run(arguments(games, tmp_path / "played", game, more)) == 0
+    words, moments = arguments(games, tmp_path / "out", game, more), random.Random(4)
     for iteration in range(20):
         moment = (iteration, *moments.choice([("sample", 0), ("score", 0), ("update", 0), ("update", 1)]))
         going_on = ["--load_checkpoint"] if iteration else []
-        code = warm.run([*words, *going_on], prepare=partial(at, moment, signal.SIGKILL), log=tmp_path / "log")
-        assert code == -signal.SIGKILL, (tmp_path / "log").read_text()
-    assert warm.run([*words, "--load_checkpoint"], log=tmp_path / "log") == 0, (tmp_path / "log").read_text()
-    same(result(tmp_path / "out"), result(tmp_path / "straight"))
+        warm.output([*words, *going_on], -signal.SIGKILL, prepare=partial(at, moment, signal.SIGKILL))
+    warm.output([*words, "--load_checkpoint"])
+    same(result(tmp_path / "out"), result(tmp_path / "played"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("forgetful", [False, True])
-def test_ten_kills_inside_episodes_lose_nothing(folder, tmp_path, forgetful):
+def test_ten_kills_inside_episodes_lose_nothing(games, tmp_path, forgetful):
     """One whose instances answer otherwise begins anew, and that is counted."""
     game = write_game(tmp_path, slow=0.1, forgetful=forgetful, journal=tmp_path / "journal")
-    words = arguments(folder, tmp_path / "out", game, AHEAD, "--num_episodes 4")
+    words = arguments(games, tmp_path / "out", game, AHEAD, "--num_episodes 4")
     moments = random.Random(3)
     for kill in range(10):
         more = ["--load_checkpoint"] if kill else []
@@ -168,17 +148,17 @@ def test_ten_kills_inside_episodes_lose_nothing(folder, tmp_path, forgetful):
             prepare = partial(kill_after, moments.uniform(0.5, 4.0))
         else:
             prepare = partial(tell_while_collecting, signal.SIGTERM, moments.randrange(5, 120))
-        if warm.run([*words, *more], prepare=prepare, log=tmp_path / f"log{kill}") == 0:
+        if warm.run([*words, *more], prepare=prepare) == 0:
             break
-    assert warm.run([*words, "--load_checkpoint"], log=tmp_path / "last") == 0, (tmp_path / "last").read_text()
+    warm.output([*words, "--load_checkpoint"])
     check_ledger(tmp_path / "out", 4 * PROMPTS)
     anew = sum(row.get("begun_anew", 0) for row in rows(tmp_path / "out"))
     assert anew > 0 if forgetful else anew == 0
     assert told_again(tmp_path / "journal") > 0, "recorded turns are told to new instances"
 
 
-def test_generate_writes_episodes_of_the_environments_own_rows(folder, tmp_path, capsys):
-    given = f"generate --pretrain {folder}/model --environment trimtab:guess --env_rows 4 --best_of_n 2 --env_workers 1"
+def test_generate_writes_episodes_of_the_environments_own_rows(games, tmp_path, capsys):
+    given = f"generate --pretrain {games}/model --environment trimtab:guess --env_rows 4 --best_of_n 2 --env_workers 1"
     assert main([*given.split(), *f"--max_new_tokens 3 --output_path {tmp_path}/rows.jsonl".split()]) == 0
     found = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(found) == 8 and {row["reward"] for row in found} <= {0.0, 1.0}
@@ -188,27 +168,23 @@ def test_generate_writes_episodes_of_the_environments_own_rows(folder, tmp_path,
     assert "reward   mean" in capsys.readouterr().out
 
 
-def test_a_dry_run_says_how_the_environment_opens_or_what_is_wrong_with_it(folder, tmp_path, capsys):
-    words = arguments(folder, tmp_path / "out", "trimtab:guess", "--dry_run")
+def test_a_dry_run_says_how_the_environment_opens_or_what_is_wrong_with_it(games, tmp_path, capsys):
+    words = arguments(games, tmp_path / "out", "trimtab:guess", "--dry_run")
     assert main(words) == 0
     assert "environment: Guess, reset(task), step(turn); it opens with Find my number" in capsys.readouterr().out
     broken = tmp_path / "broken.py"
-    broken.write_text(
-        "class Game:\n    def reset(self, task): raise KeyError('no board')\n    def step(self, turn): ...\n"
-    )
-    assert main(arguments(folder, tmp_path / "out", broken, "--dry_run")) == 2
-    assert "was tried and failed" in (told := capsys.readouterr().err) and "no board" in told
-    broken.write_text("class Game:\n    def reset(self, task): return []\n    def step(self, turn): ...\n")
-    assert main(arguments(folder, tmp_path / "out", broken, "--dry_run")) == 2
-    assert "was tried and failed" in (told := capsys.readouterr().err) and "empty conversation" in told
+    for opening, problem in (("raise KeyError('no board')", "no board"), ("return []", "empty conversation")):
+        broken.write_text(f"class Game:\n    def reset(self, task): {opening}\n    def step(self, turn): ...\n")
+        assert main(arguments(games, tmp_path / "out", broken, "--dry_run")) == 2
+        assert "was tried and failed" in (told := capsys.readouterr().err) and problem in told
 
 
-def test_a_dry_run_refuses_a_chat_template_that_cannot_be_appended_to(folder, tmp_path, capsys):
+def test_a_dry_run_refuses_a_chat_template_that_cannot_be_appended_to(games, tmp_path, capsys):
     template = tmp_path / "last.jinja"  # it shows the last message alone
     template.write_text("<user>{{ messages[-1]['content'] }}<assistant>")
     words = f"--apply_chat_template --tokenizer_chat_template {template} --dry_run"
-    assert main(arguments(folder, tmp_path / "out", "trimtab:guess", words)) == 2
+    assert main(arguments(games, tmp_path / "out", "trimtab:guess", words)) == 2
     assert "cannot be put behind an answer" in (told := capsys.readouterr().err) and "--agent_history" in told
-    words = f"generate --pretrain {folder}/model --environment trimtab:guess --env_rows 4 --max_new_tokens 3 {words}"
+    words = f"generate --pretrain {games}/model --environment trimtab:guess --env_rows 4 --max_new_tokens 3 {words}"
     assert main([*words.split(), "--output_path", str(tmp_path / "out.jsonl")]) == 2
     assert "cannot be put behind an answer" in capsys.readouterr().err

@@ -23,8 +23,7 @@ from tests.train.rl.environment_run import (
     write_game,
     write_task,
 )
-from tests.train.rl.rl_run import rows, weights
-from tests.train.rl.test_resume import at
+from tests.train.rl.rl_run import at, rows, weights
 from trimtab.cli.main import main
 from trimtab.embedded.sort_task import CHAT_TEMPLATE
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -57,22 +56,10 @@ async def run(task, *, base_url, api_key, model):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
-def agent(folder):
-    (folder / "agent.py").write_text(AGENT)
-    return folder / "agent.py"
-
-
-@pytest.fixture(scope="module")
-def alone(folder, tmp_path_factory):
-    """The run of one process."""
-    out = tmp_path_factory.mktemp("alone")
-    assert warm.run(arguments(folder, out, write_game(folder))) == 0
-    return out
+def agent(tmp_path_factory):
+    path = tmp_path_factory.mktemp("agent") / "agent.py"
+    path.write_text(AGENT)
+    return path
 
 
 def trained(out: Path) -> list[dict]:
@@ -103,20 +90,17 @@ SPLITS = [
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("split, processes", SPLITS)
-def test_processes_play_and_learn_what_one_does(folder, alone, tmp_path, split, processes):
-    words = arguments(folder, tmp_path / "out", folder / "game.py", split)
-    codes = warm.run_world(words, processes, log=tmp_path / "log")
-    assert codes == [0] * processes, (tmp_path / "log.0").read_text()
+def test_processes_play_and_learn_what_one_does(games, played, tmp_path, split, processes):
+    words = arguments(games, tmp_path / "out", games / "game.py", split)
+    warm.world_outputs(words, processes)
     check_exact(tmp_path / "out")
-    for row, other in zip(trained(alone), trained(tmp_path / "out"), strict=True):
+    for row, other in zip(trained(played), trained(tmp_path / "out"), strict=True):
         for name in ("reward", "turns", "samples", "tokens"):
             assert other[name] == pytest.approx(row[name]), name
         for name in ("loss", "grad_norm", "sampled_entropy"):
             assert other[name] == pytest.approx(row[name], rel=1e-3, abs=1e-5), name
-    assert said(tmp_path / "out") == said(alone)
-    plain = weights(alone)
-    for name, tensor in weights(tmp_path / "out").items():
-        torch.testing.assert_close(tensor, plain[name], atol=1e-4, rtol=0, msg=name)
+    assert said(tmp_path / "out") == said(played)
+    torch.testing.assert_close(weights(tmp_path / "out"), weights(played), atol=1e-4, rtol=0)
 
 
 def said(out: Path) -> list[tuple]:
@@ -125,14 +109,13 @@ def said(out: Path) -> list[tuple]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("split, processes", SPLITS[:3])
-def test_processes_that_are_stopped_inside_episodes_lose_none(folder, tmp_path, split, processes):
+def test_processes_that_are_stopped_inside_episodes_lose_none(games, tmp_path, split, processes):
     game = write_game(tmp_path, slow=0.05)
-    words = arguments(folder, tmp_path / "out", game, AHEAD, split, "--num_episodes 2")
+    words = arguments(games, tmp_path / "out", game, AHEAD, split, "--num_episodes 2")
     stop = {0: partial(tell_while_collecting, signal.SIGTERM, 12)}
     codes = warm.run_world(words, processes, prepare=stop, log=tmp_path / "log")
     assert codes[0] == 128 + signal.SIGTERM, (tmp_path / "log.0").read_text()
-    again = warm.run_world([*words, "--load_checkpoint"], processes, log=tmp_path / "again")
-    assert again == [0] * processes, (tmp_path / "again.0").read_text()
+    warm.world_outputs([*words, "--load_checkpoint"], processes)
     check_ledger(tmp_path / "out", 2 * PROMPTS)
     assert sum(row.get("begun_anew", 0) for row in rows(tmp_path / "out")) == 0
 
@@ -140,24 +123,24 @@ def test_processes_that_are_stopped_inside_episodes_lose_none(folder, tmp_path, 
 # ---- histories
 
 
-def forgetful(folder: Path) -> Path:
+def forgetful(games: Path) -> Path:
     """A model whose template leaves out what it has said before."""
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(games / "model")
     start, end = "{% generation %}", "{% endgeneration %}"
     assert CHAT_TEMPLATE.count(start) == CHAT_TEMPLATE.count(end) == 1
     tokenizer.chat_template = CHAT_TEMPLATE.replace(start, start + "{% if loop.last %}").replace(
         end, "{% endif %}" + end
     )
-    tokenizer.save_pretrained(folder / "model")
-    return folder
+    tokenizer.save_pretrained(games / "model")
+    return games
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("more", ["", "--async_train --async_staleness 2 --rollout_slots 6", "--turn_reward returns"])
 def test_histories_that_the_template_rewrites_are_trained_in_several_sequences(tmp_path, more):
-    folder = forgetful(write_task(tmp_path / "task"))
+    games = forgetful(write_task(tmp_path / "task"))
     game = write_game(tmp_path)
-    words = arguments(folder, tmp_path / "out", game, more)
+    words = arguments(games, tmp_path / "out", game, more)
     assert main(words) == 2, "what cannot be appended to is refused"
     assert main([*words, "--agent_history", "template"]) == 0
     if "--async_train" in more:
@@ -173,49 +156,46 @@ def test_histories_that_the_template_rewrites_are_trained_in_several_sequences(t
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_program_at_an_endpoint_is_trained_on_what_was_drawn_for_it(folder, agent, tmp_path, processes):
-    words = arguments(folder, tmp_path / "out", agent)
-    codes = warm.run_world(words, processes, log=tmp_path / "log")
-    assert codes == [0] * processes, (tmp_path / "log.0").read_text()
+def test_a_program_at_an_endpoint_is_trained_on_what_was_drawn_for_it(games, agent, tmp_path, processes):
+    words = arguments(games, tmp_path / "out", agent)
+    warm.world_outputs(words, processes)
     for row in check_exact(tmp_path / "out"):
         assert row["reward/environment/guesses"] == row["turns"] <= 3
         assert row["branches"] == 1 and 0 <= row["reward"] <= 1
 
 
 @pytest.mark.long
-def test_a_program_at_an_endpoint_is_refused_where_the_policy_is_cut_over_processes(folder, agent, tmp_path):
-    words = arguments(folder, tmp_path / "out", agent, "--ds_tensor_parallel_size 2")
-    assert warm.run_world(words, 2, log=tmp_path / "log") == [2, 2]
-    said = (tmp_path / "log.0").read_text()
+def test_a_program_at_an_endpoint_is_refused_where_the_policy_is_cut_over_processes(games, agent, tmp_path):
+    words = arguments(games, tmp_path / "out", agent, "--ds_tensor_parallel_size 2")
+    said, _ = warm.world_outputs(words, 2, 2)
     assert "error: --agent_func_path" in said and said.rstrip().endswith("use --zero_stage 3")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
-def test_a_program_at_an_endpoint_plays_a_stopped_iteration_again(folder, agent, tmp_path, number):
-    words = arguments(folder, tmp_path / "out", agent)
-    code = warm.run(words, prepare=partial(at, (1, "update", 1), number), log=tmp_path / "log")
-    assert code == (128 + number if number == signal.SIGTERM else -number), (tmp_path / "log").read_text()
+def test_a_program_at_an_endpoint_plays_a_stopped_iteration_again(games, agent, tmp_path, number):
+    words = arguments(games, tmp_path / "out", agent)
+    code = 128 + number if number == signal.SIGTERM else -number
+    warm.output(words, code, prepare=partial(at, (1, "update", 1), number))
     assert warm.run([*words, "--load_checkpoint"]) == 0
     check_exact(tmp_path / "out")
 
 
 @pytest.mark.long
-def test_a_program_at_an_endpoint_outlives_updates_and_is_run_anew_after_a_stop(folder, agent, tmp_path):
-    words = arguments(folder, tmp_path / "out", agent, AHEAD, "--num_episodes 2")
-    told = warm.run(words, prepare=partial(tell_while_collecting, signal.SIGTERM, 30), log=tmp_path / "log")
-    assert told == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
-    assert warm.run([*words, "--load_checkpoint"], log=tmp_path / "again") == 0, (tmp_path / "again").read_text()
+def test_a_program_at_an_endpoint_outlives_updates_and_is_run_anew_after_a_stop(games, agent, tmp_path):
+    words = arguments(games, tmp_path / "out", agent, AHEAD, "--num_episodes 2")
+    warm.output(words, 128 + signal.SIGTERM, prepare=partial(tell_while_collecting, signal.SIGTERM, 30))
+    warm.output([*words, "--load_checkpoint"])
     check_ledger(tmp_path / "out", 2 * PROMPTS)
 
 
 # ---- what outlives an update
 
 
-def test_every_token_of_an_episode_has_the_log_prob_of_the_weights_that_drew_it(folder, tmp_path, monkeypatch):
+def test_every_token_of_an_episode_has_the_log_prob_of_the_weights_that_drew_it(games, tmp_path, monkeypatch):
     """What was computed by earlier weights is not used by later ones: a record goes on, its keys and values do not."""
     versions, changed = {}, BuiltinEngine.weights_changed
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(games / "model")
     versions[0] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def weights_changed(engine, version):
@@ -224,7 +204,7 @@ def test_every_token_of_an_episode_has_the_log_prob_of_the_weights_that_drew_it(
 
     monkeypatch.setattr(BuiltinEngine, "weights_changed", weights_changed)
     game, recording = write_game(tmp_path, slow=0.02), tmp_path / "recording"
-    words = arguments(folder, tmp_path / "out", game, AHEAD, f"--num_episodes 2 --record {recording}")
+    words = arguments(games, tmp_path / "out", game, AHEAD, f"--num_episodes 2 --record {recording}")
     assert main(words) == 0
     check_ledger(tmp_path / "out", 2 * PROMPTS)
     several = 0

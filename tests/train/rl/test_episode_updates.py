@@ -1,16 +1,16 @@
 """What an update learns of episodes: branches count once, and what was cut off carries no loss where that is asked."""
 
 import signal
+from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests import warm
+from tests.train.job_run import assert_same_tensors, weights
 from tests.train.rl.played import Played, experience_of
-from tests.train.rl.rl_run import rows, write_task
-from tests.train.rl.test_resume import at
+from tests.train.rl.rl_run import at, rows
 from tests.train.rl.test_trajectories import words_of
 from trimtab.config.rl_jobs import GRPOOptions, PPOOptions
 from trimtab.errors import UserError
@@ -29,10 +29,11 @@ CUT = Played([([8, 9], 1.0), ([1], 0.5)], finish="turns")
 GROUPS = [[BRANCHED, SHORT], [CUT, Played([([2], 0.25), ([3, 3], 0.0)], branches=[1])]]
 
 
-def weights_of(experience: Experience, samples: list[int], reduction: str) -> list[float]:
+def weights_of(experience: Experience, samples: list[int], **options) -> list[float]:
+    """Of the tokens of these samples in a pass of their own."""
     (batch,) = make_slice(experience, [samples], "counts_N").batches()
-    options = PPOOptions(loss_reduction=reduction, generate_max_len=10)
-    return token_weights(batch, totals_of(experience, samples), options).tolist()
+    totals = totals_of(experience, list(range(len(experience))))
+    return token_weights(batch, totals, PPOOptions(**{"generate_max_len": 10} | options)).tolist()
 
 
 def test_every_token_of_an_episode_weighs_alike_and_all_episodes_too():
@@ -40,13 +41,11 @@ def test_every_token_of_an_episode_weighs_alike_and_all_episodes_too():
     samples = list(range(len(experience)))
     assert totals_of(experience, samples) == {"tokens": 13.0, "answers": 4.0}
     expected = [1 / (4 * length) for length in (6, 1, 3, 3) for _ in range(length)]
-    assert weights_of(experience, samples, "answer") == pytest.approx(expected)
-    assert weights_of(experience, samples, "token") == pytest.approx([1 / 13] * 13)
-    assert weights_of(experience, samples, "constant") == pytest.approx([1 / 40] * 13)
+    assert weights_of(experience, samples, loss_reduction="answer") == pytest.approx(expected)
+    assert weights_of(experience, samples, loss_reduction="token") == pytest.approx([1 / 13] * 13)
+    assert weights_of(experience, samples, loss_reduction="constant") == pytest.approx([1 / 40] * 13)
     # In another pass than the rest of its episode, a branch still counts by the whole.
-    (batch,) = make_slice(experience, [[1]], "counts_N").batches()
-    options = PPOOptions(loss_reduction="answer")
-    assert token_weights(batch, totals_of(experience, samples), options).tolist() == pytest.approx([1 / 24])
+    assert weights_of(experience, [1], loss_reduction="answer") == pytest.approx([1 / 24])
 
 
 @pytest.mark.parametrize(
@@ -54,13 +53,9 @@ def test_every_token_of_an_episode_weighs_alike_and_all_episodes_too():
 )
 def test_the_constant_of_an_episode_is_the_most_that_it_can_draw(limits, most):
     """With the constant of one turn, episodes of several would count more than answers."""
-    given = {"environment": "trimtab:guess", "max_turns": 3, "generate_max_len": 10, **limits}
-    options = PPOOptions(loss_reduction="constant", **given)
+    given = {"environment": "trimtab:guess", "max_turns": 3, "loss_reduction": "constant", **limits}
     full = Played([([1] * (most - most // 2), 0.0), ([2] * (most // 2), 1.0)])
-    experience = experience_of([[full, SHORT]])
-    samples = list(range(len(experience)))
-    (batch,) = make_slice(experience, [samples]).batches()
-    weights = token_weights(batch, totals_of(experience, samples), options).tolist()
+    weights = weights_of(experience_of([[full, SHORT]]), [0, 1], **given)
     assert weights == pytest.approx([1 / (2 * most)] * (most + 1))
     assert sum(weights[:most]) == pytest.approx(1 / 2), "as much as any of two answers"
 
@@ -122,11 +117,6 @@ def test_what_does_not_go_together_is_refused_in_a_line(given, told):
         list(options.check())
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
 def test_loss_and_gradient_are_those_of_every_drawn_token_once(folder):
     """Episodes in branches, cut into passes that hold parts of them: against a plain loop over sequences and tokens."""
     experience = experience_of(GROUPS)
@@ -175,15 +165,11 @@ def test_recorded_episodes_in_branches_train_and_resume_inside_the_iteration(fol
     (row,) = rows(tmp_path / "out")
     assert row["samples"] == 4 and row["tokens"] == 13 and row["grad_norm"] > 0 and row["masked"] == 0.25
     stopped = [word.replace(str(tmp_path / "out"), str(tmp_path / "again")) for word in words]
-    assert warm.run(stopped, prepare=stop_in_update) == 128 + signal.SIGTERM
+    assert warm.run(stopped, prepare=partial(at, (0, "update", 0), signal.SIGTERM)) == 128 + signal.SIGTERM
     assert warm.run([*stopped, "--load_checkpoint"]) == 0
     (again,) = rows(tmp_path / "again")
     for name in ("loss", "grad_norm", "policy_loss", "kl", "return", "advantage_size", "masked"):
         assert again[name] == row[name], name
-
-
-def stop_in_update() -> None:
-    at((0, "update", 0), signal.SIGTERM)
 
 
 @pytest.mark.long
@@ -204,6 +190,4 @@ def test_an_iteration_of_which_nothing_may_be_learnt_changes_nothing(folder, tmp
     assert warm.run(words) == 0
     (row,) = rows(tmp_path / "out")
     assert row["masked"] == 1 and row["grad_norm"] == 0 and row["loss"] == 0 and row["skipped_steps"] == 0
-    before, after = (load_file(place / "model.safetensors") for place in (folder / "model", tmp_path / "out"))
-    for name in before:
-        assert torch.equal(before[name].float(), after[name].float()), name
+    assert_same_tensors(weights(folder / "model"), weights(tmp_path / "out"))

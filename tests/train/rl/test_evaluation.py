@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.train.rl.rl_run import arguments, rows, without, write_task
+from tests.train.rl.rl_run import arguments, rows, without
 from trimtab.cli.main import main
 from trimtab.evaluate.tail_risk import share
 from trimtab.train.rl.rollout_client import with_interval
@@ -20,11 +20,6 @@ def test_a_rate_has_the_interval_of_as_many_prompts_and_a_part_that_does_not_app
     assert with_interval("x", np.array([0.5, np.nan, np.nan, 1.5]), two)["x"] == 1.0
     assert with_interval("x", np.full(4, np.nan), two) == {}
     assert with_interval("x", np.array([0.5]), np.zeros(1, int)) == {"x": 0.5}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
 
 
 def test_a_summed_reward_is_no_success_and_every_part_is_logged(folder, tmp_path):

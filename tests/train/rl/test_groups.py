@@ -1,31 +1,18 @@
 """Roles in groups of different sizes: some processes of a launcher have a role, others do not."""
 
-import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
 
 from tests import warm
-from tests.tiny import tiny_model
-from tests.train.rl.rl_run import arguments, write_task
-from trimtab.embedded.sort_task import make_tokenizer
+from tests.train.job_run import rows
+from tests.train.rl.rl_run import arguments
+from trimtab.train.metrics import read_rows
 
 SMALL = "--max_steps 1 --actor_learning_rate 1e-5 --critic_learning_rate 1e-5"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = write_task(tmp_path_factory.mktemp("task"))
-    tokenizer = make_tokenizer()
-    config = tiny_model("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=1).config
-    torch.manual_seed(5)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "judge")
-    tokenizer.save_pretrained(folder / "judge")
-    return folder
 
 
 def words(folder: Path, out: Path, *more: str) -> list[str]:
@@ -48,6 +35,10 @@ def keep_gradients(place: Path) -> None:
         return plain(self, number, **more)
 
     Optimizer.step = step
+
+
+def assert_same_gradients(found: Path, expected: Path) -> None:
+    torch.testing.assert_close(load_file(found), load_file(expected), atol=1e-5, rtol=1e-5)
 
 
 def count_parameters(place: Path) -> None:
@@ -85,10 +76,7 @@ def test_the_gradients_of_a_recorded_rollout_are_those_of_one_process(folder, tm
     prepared = {rank: partial(keep_gradients, tmp_path / f"of{rank}") for rank in range(2)}
     assert warm.run_world(more, 2, prepare=prepared) == [0, 0]
     for role in ("actor", "critic"):
-        expected, found = (load_file(tmp_path / f"{place}-{role}.safetensors") for place in ("alone", "of1"))
-        assert expected.keys() == found.keys()
-        for parameter, gradient in expected.items():
-            torch.testing.assert_close(found[parameter], gradient, atol=1e-5, rtol=1e-5)
+        assert_same_gradients(tmp_path / f"of1-{role}.safetensors", alone.with_name(f"alone-{role}.safetensors"))
 
 
 @pytest.mark.long
@@ -98,8 +86,8 @@ def test_a_reward_model_on_one_of_two_processes_gives_what_it_gives_alone(folder
     found = {}
     for out in ("one", "two"):
         assert "judge" in (tmp_path / out / "manifest.json").read_text()
-        rows = [json.loads(line) for line in (tmp_path / out / "rollouts.jsonl").read_text().splitlines()]
-        found[out] = [(row["response"], pytest.approx(row["reward"], abs=1e-5)) for row in rows]
+        kept = read_rows(tmp_path / out / "rollouts.jsonl")
+        found[out] = [(row["response"], pytest.approx(row["reward"], abs=1e-5)) for row in kept]
     assert len(found["one"]) > 4 and found["one"] == [(text, reward.expected) for text, reward in found["two"]]
 
 
@@ -111,8 +99,7 @@ def test_a_split_reward_model_makes_equally_many_passes_in_all_processes(folder,
     for out, run in (("one", warm.run), ("two", lambda given: max(warm.run_world(given, 2)))):
         given = arguments(folder, tmp_path / out, "reinforce", SMALL, f"--reward_pretrain {folder}/judge", uneven)
         assert run(given) == 0
-        last = (tmp_path / out / "metrics.jsonl").read_text().splitlines()[-1]
-        rewards.append(json.loads(last)["reward/judge"])
+        rewards.append(rows(tmp_path / out)[-1]["reward/judge"])
     assert rewards[0] == pytest.approx(rewards[1], abs=1e-5) and abs(rewards[0]) > 1e-3
 
 

@@ -2,32 +2,25 @@
 
 import os
 import signal
+from functools import cache
 
 import pytest
 import torch
 
 from tests import warm
-from tests.train.rl.rl_run import ITERATIONS, arguments, rows, write_task
+from tests.train.rl.rl_run import ITERATIONS, arguments, rows
 
 # So that rounding is not amplified into other samples; and dropout is each process's own.
 QUIET = "--actor_learning_rate 1e-5 --critic_learning_rate 1e-5 --lora_dropout 0"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
 def usual(folder, tmp_path_factory):
-    results = {}
-
+    @cache
     def make(estimator):
-        if estimator not in results:
-            out = tmp_path_factory.mktemp("usual")
-            assert warm.run(arguments(folder, out, estimator, QUIET)) == 0
-            results[estimator] = out
-        return results[estimator]
+        out = tmp_path_factory.mktemp("usual")
+        assert warm.run(arguments(folder, out, estimator, QUIET)) == 0
+        return out
 
     return make
 

@@ -9,8 +9,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.train.rl.rl_run import arguments, write_task
-from trimtab.cli.main import main
 from trimtab.data.tokenizer import byte_tokenizer
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.metrics import read_rows
@@ -86,10 +84,8 @@ def test_what_is_not_finite_has_no_number():
     assert token_fields(experience, 0, TokenTexts(BYTES))["log_probs"] == [None, None]
 
 
-def test_a_run_keeps_the_tokens_of_every_answer_that_it_keeps(tmp_path):
-    folder = write_task(tmp_path / "task")
-    assert main(arguments(folder, tmp_path / "out", "grpo")) == 0
-    answers, tokens = (read_rows(tmp_path / "out" / f"{name}.jsonl") for name in ("rollouts", "tokens"))
+def test_a_run_keeps_the_tokens_of_every_answer_that_it_keeps(recorded):
+    answers, tokens = (read_rows(recorded / f"{name}.jsonl") for name in ("rollouts", "tokens"))
     assert [(row["step"], row["answer"]) for row in answers] == [(row["step"], row["answer"]) for row in tokens]
     assert len({(row["step"], row["answer"]) for row in answers}) == len(answers) > 0
     for answer, row in zip(answers, tokens):

@@ -41,10 +41,19 @@ def probe_of(*, bf16: bool) -> tuple[LogProbCheck, Engines]:
     return LogProbCheck(options, SimpleNamespace(rollouts=engines, actor=None), Prompts(), Trainer()), engines
 
 
-def test_in_bf16_the_start_has_a_limit_of_its_own():
-    probe, engines = probe_of(bf16=True)
-    engines.differences = [[0.02, 0.02], [2.0, 2.0]]
-    with pytest.raises(RunFailed, match=r"both were loaded with .* by 2\.0e\+00 on average, and 1\.0e-01"):
+@pytest.mark.parametrize(
+    "bf16, differences, told",
+    [
+        (True, [[0.02, 0.02], [2.0, 2.0]], r"both were loaded with .* by 2\.0e\+00 on average, and 1\.0e-01"),
+        (False, [[0.0, 0.0, 0.002]], "at most"),
+        (False, [[0.0, float("nan")]], "inf at most"),
+    ],
+    ids=["a limit of its own", "every token counts", "no number is no agreement"],
+)
+def test_the_start_has_a_limit(bf16, differences, told):
+    probe, engines = probe_of(bf16=bf16)
+    engines.differences = differences
+    with pytest.raises(RunFailed, match=told):
         probe.measure_start()
 
 
@@ -67,20 +76,6 @@ def test_the_worst_engine_is_the_one_that_is_judged_worst(bf16, worst):
     engines.differences = [steady, single]
     gap = probe.gap()
     assert (gap.mean if bf16 else gap.largest) == pytest.approx(worst)
-
-
-def test_in_fp32_every_token_counts_from_the_start():
-    probe, engines = probe_of(bf16=False)
-    engines.differences = [[0.0, 0.0, 0.002]]
-    with pytest.raises(RunFailed, match="at most"):
-        probe.measure_start()
-
-
-def test_no_number_is_no_agreement():
-    probe, engines = probe_of(bf16=False)
-    engines.differences = [[0.0, float("nan")]]
-    with pytest.raises(RunFailed, match="inf at most"):
-        probe.measure_start()
 
 
 @pytest.fixture

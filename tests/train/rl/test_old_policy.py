@@ -2,25 +2,20 @@
 
 import pytest
 
-from tests.train.rl.rl_run import arguments, rows, without, write_task
+from tests.train.rl.rl_run import arguments, rows, without
 from trimtab.cli.main import main
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.trainer import PolicyTrainer
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("old-policy"))
-
-
-def trained(task, out, monkeypatch, left: bool, *more: str) -> tuple[list[dict], int]:
+def trained(folder, out, monkeypatch, left: bool, *more: str) -> tuple[list[dict], int]:
     """A run of one update an iteration whose engine rounds otherwise than the trainer, and how often the trainer was
     asked for log-probs."""
     asked = []
     monkeypatch.setattr(RLRun, "leaves_kl_to_update", left)
     own = PolicyTrainer.log_probs
     monkeypatch.setattr(PolicyTrainer, "log_probs", lambda self, slices: asked.append(1) or own(self, slices))
-    words = without(arguments(task, out, "grpo"), "--max_epochs", "--train_batch_size", "--eval_dataset")
+    words = without(arguments(folder, out, "grpo"), "--max_epochs", "--train_batch_size", "--eval_dataset")
     words = [word for word in words if word != "--keep_dropout"]
     assert main([*words, "--train_batch_size", "16", "--max_steps", "3", "--bf16", *more]) == 0
     monkeypatch.undo()
@@ -29,9 +24,9 @@ def trained(task, out, monkeypatch, left: bool, *more: str) -> tuple[list[dict],
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("more", [("--use_kl_loss", "False", "--kl_estimator", "k1"), ("--kl_target", "0.05")])
-def test_a_kl_measured_in_the_update_is_the_one_measured_before_it(task, tmp_path, monkeypatch, more):
-    before = trained(task, tmp_path / "before", monkeypatch, False, *more)
-    left = trained(task, tmp_path / "left", monkeypatch, True, *more)
+def test_a_kl_measured_in_the_update_is_the_one_measured_before_it(folder, tmp_path, monkeypatch, more):
+    before = trained(folder, tmp_path / "before", monkeypatch, False, *more)
+    left = trained(folder, tmp_path / "left", monkeypatch, True, *more)
     assert before[1] == 3 and left[1] == 0
     assert any(row["kl"] != 0 for row in before[0])
     for one, other in zip(before[0], left[0], strict=True):

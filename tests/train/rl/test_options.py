@@ -5,30 +5,28 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.tiny import tiny_model
-from tests.train.job_run import write_rows
+from tests.train.job_run import write_model, write_rows
 from tests.train.rl.rl_run import arguments, rows, weights, without, write_task
-from trimtab.embedded.sort_task import make_tokenizer
 
 LEARN = "--actor_learning_rate 1e-3"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = write_task(tmp_path_factory.mktemp("task"))
-    write_rows(folder / "text.jsonl", [{"input": f"sort {i}{i + 1}>{i}{i + 1}"} for i in range(10)])
-    return folder
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    write_rows(path, [{"input": f"sort {i}{i + 1}>{i}{i + 1}"} for i in range(10)])
+    return path
 
 
 @pytest.fixture(scope="module")
 def plain(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("plain")
-    assert warm.run(arguments(folder, out, "grpo", LEARN)) == 0
+    run(folder, out)
     return out
 
 
-def run(folder, out, *words, estimator="grpo", log=None):
-    assert warm.run(arguments(folder, out, estimator, LEARN, *words), log=log) == 0
+def run(folder, out, *words):
+    assert warm.run(arguments(folder, out, "grpo", LEARN, *words)) == 0
     return rows(out)
 
 
@@ -47,8 +45,7 @@ def test_without_mismatch_a_correction_changes_nothing(folder, plain, tmp_path, 
     found = run(folder, tmp_path, f"--mismatch_correction {kind}")
     assert [row["correction"] for row in found[1:]] == pytest.approx([1.0] * 5, abs=1e-5)
     assert [row["corrected_share"] for row in found[1:]] == [0.0] * 5
-    for name, tensor in weights(tmp_path).items():
-        torch.testing.assert_close(tensor, weights(plain)[name], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(weights(tmp_path), weights(plain), atol=1e-5, rtol=1e-4)
 
 
 def test_rounded_rollouts_are_seen_as_mismatch_and_corrected(folder, tmp_path):
@@ -71,30 +68,27 @@ def test_the_saved_model_is_the_average_of_the_weights_where_that_is_asked_for(f
 
 
 def test_a_model_with_dropout_is_trained_without_it_unless_that_is_asked_for(folder, tmp_path):
-    tokenizer = make_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer), attention_dropout=0.3).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    log, gaps = tmp_path / "log", []
+    write_model(tmp_path / "model", attention_dropout=0.3)
+    gaps = []
     for words in ([], ["--keep_dropout"]):
         out = tmp_path / f"out{len(words)}"
         fixed = [word for word in arguments(folder, out, "grpo", "--max_samples 4") if word != "--keep_dropout"]
-        assert warm.run([*fixed, "--pretrain", str(tmp_path / "model"), *words], log=log) == 0
+        printed = warm.output([*fixed, "--pretrain", str(tmp_path / "model"), *words])
+        assert ("the model's own dropout is off" in printed) == (not words)
         gaps.append(rows(out)[1]["log_prob_gap"])
     assert gaps[0] < 1e-5 < 1e-3 < gaps[1]
-    assert log.read_text().count("the model's own dropout is off") == 1
 
 
-def test_text_beside_the_answers_becomes_more_likely(folder, tmp_path):
-    found = run(folder, tmp_path, f"--pretrain_data {folder}/text.jsonl --ptx_coef 1.0")
+def test_text_beside_the_answers_becomes_more_likely(folder, text, tmp_path):
+    found = run(folder, tmp_path, f"--pretrain_data {text} --ptx_coef 1.0")
     losses = [row["ptx_loss"] for row in found[1:]]
     assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.parametrize("how", ["", "--dry_run"])
-def test_a_split_that_the_text_lacks_is_one_line(folder, tmp_path, how):
-    words = f"--pretrain_data {folder}/text.jsonl --pretrain_split validation {how}"
-    assert warm.run(arguments(folder, tmp_path / "out", "grpo", words), log=tmp_path / "log") == 2
-    told = (tmp_path / "log").read_text()
+def test_a_split_that_the_text_lacks_is_one_line(folder, text, tmp_path, how):
+    words = f"--pretrain_data {text} --pretrain_split validation {how}"
+    told = warm.output(arguments(folder, tmp_path / "out", "grpo", words), 2)
     assert "has no split 'validation': found train (see --pretrain_split)" in told and "Traceback" not in told
 
 
@@ -113,8 +107,7 @@ def test_a_teacher_draws_the_policy_towards_itself(folder, teacher, tmp_path):
 @pytest.mark.long
 def test_a_teacher_needs_no_reward_beside_it(folder, teacher, tmp_path):
     words = without(arguments(folder, tmp_path, "grpo", teacher), "--reward_verifier", "--eval_dataset")
-    assert warm.run(words, log=tmp_path / "log") == 0
-    assert "reward: 1 x log-probability by the teacher" in (tmp_path / "log").read_text()
+    assert "reward: 1 x log-probability by the teacher" in warm.output(words)
     found = rows(tmp_path)
     assert {row["reward"] for row in found} == {row["score"] for row in found} == {0.0}
     kls = [row["teacher_kl"] for row in found]
@@ -136,7 +129,3 @@ def keep_every_sample():
     from trimtab.train.rl import micro_batches
 
     micro_batches.with_advantage = lambda experience, samples: samples
-
-
-def assert_same_metrics(first, second):
-    assert rows(first) == rows(second)

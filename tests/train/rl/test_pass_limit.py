@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without, write_task
+from tests.train.rl.rl_run import EVALUATION, arguments, assert_identical, result, rows, without, write_task
 from tests.train.test_micro_batch_limit import short_of_room, with_room_for
 from trimtab.cli.main import main
 from trimtab.distributed.process_group import Peers
@@ -26,6 +26,13 @@ def of(task, name: str, estimator: str, *more: str) -> list[str]:
     return [*words, "--micro_train_batch_size", "8", "--micro_rollout_batch_size", "8", *" ".join(more).split()]
 
 
+def assert_same_numbers(whole: list[dict], cut: list[dict]) -> None:
+    for before, after in zip(whole, cut, strict=True):
+        assert before["step"] == after["step"]
+        for name in before.keys() & set(NUMBERS):
+            assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5), (name, before["step"])
+
+
 @pytest.mark.short(1)
 @pytest.mark.parametrize("estimator", ["grpo", "ppo"])
 @pytest.mark.parametrize("budget", ["", "--use_dynamic_batch --train_max_tokens_per_gpu 200"])
@@ -35,12 +42,8 @@ def test_smaller_passes_change_nothing_but_rounding(task, monkeypatch, capsys, e
     assert main(of(task, "cut", estimator, budget)) == 0
     assert "out of memory: begun anew in passes of at most" in capsys.readouterr().out
     whole, cut = rows(task / "whole"), rows(task / "cut")
-    assert len(whole) == len(cut)
     assert any(name.startswith("pass_") for name in cut[-1]) and not any(name.startswith("pass_") for name in whole[-1])
-    for before, after in zip(whole, cut):
-        for name in NUMBERS:
-            if name in before:
-                assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5), (name, before["step"])
+    assert_same_numbers(whole, cut)
 
 
 def test_a_resumed_run_cuts_as_the_run_before_it(task, monkeypatch):
@@ -66,8 +69,8 @@ def test_a_resumed_run_cuts_as_the_run_before_it(task, monkeypatch):
 
 def test_an_answer_that_does_not_fit_alone_ends_the_run_with_a_checkpoint(task, monkeypatch, capsys):
     with_room_for(16, monkeypatch)
-    words = without(of(task, "out", "grpo"), "--eval_dataset", "--eval_split", "--eval_steps")
-    assert main(without(words, "--eval_n_samples_per_prompt")) == 1
+    words = without(of(task, "out", "grpo"), *EVALUATION)
+    assert main(words) == 1
     said = capsys.readouterr().err
     assert "does not fit into memory" in said and "--generate_max_len" in said and "checkpoint saved in" in said
     assert "Traceback" not in said
@@ -110,30 +113,19 @@ def test_a_rollout_without_room_ends_the_run_with_a_checkpoint_to_go_on_from(tas
 @pytest.mark.long
 @pytest.mark.parametrize("estimator", ["grpo", "ppo"])
 def test_one_process_without_room_and_all_begin_anew_where_they_were(task, estimator):
-    def run(place: str, prepare: dict) -> list[dict]:
-        log = task / f"{place}.log"
-        assert warm.run_world(of(task, place, estimator), 2, prepare=prepare, log=log) == [0, 0], log_of(log)
-        return rows(task / place)
-
-    def log_of(log) -> str:
-        return "".join(path.read_text()[-3000:] for path in sorted(log.parent.glob(f"{log.name}*")))
-
-    whole = run("whole", {})
-    cut = run("cut", {1: partial(short_of_room, ROOM)})
-    assert "begun anew in passes of at most" in log_of(task / "cut.log")
-    assert [row["step"] for row in cut] == [row["step"] for row in whole] and "pass_samples" in cut[-1]
-    for before, after in zip(whole, cut):
-        for name in NUMBERS:
-            if name in before:
-                assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5), (name, before["step"])
+    warm.world_outputs(of(task, "whole", estimator), 2)
+    printed = warm.world_outputs(of(task, "cut", estimator), 2, prepare={1: partial(short_of_room, ROOM)})
+    assert "begun anew in passes of at most" in "".join(printed)
+    whole, cut = rows(task / "whole"), rows(task / "cut")
+    assert "pass_samples" in cut[-1]
+    assert_same_numbers(whole, cut)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rollout_without_room_in_one_of_two_processes_ends_both_with_a_checkpoint(task, rank):
-    words, log = [*of(task, "out", "grpo"), "--save_hf_ckpt"], task / "out.log"
-    codes = warm.run_world(words, 2, prepare={rank: short_of_cache}, log=log)
-    said = "".join(path.read_text() for path in sorted(log.parent.glob(f"{log.name}*")))
-    assert codes == [1, 0] and "Traceback" not in said, said[-3000:]
+    words = of(task, "out", "grpo", "--save_hf_ckpt")
+    said = "".join(warm.world_outputs(words, 2, [1, 0], prepare={rank: short_of_cache}))
+    assert "Traceback" not in said, said[-3000:]
     assert "the rollout does not fit into memory (tried to allocate" in said and "checkpoint saved in" in said
 
 

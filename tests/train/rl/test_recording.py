@@ -7,43 +7,22 @@ from functools import partial
 import pytest
 
 from tests import warm
-from tests.train.rl.rl_run import ITERATIONS, arguments, assert_identical, result, rows, without, write_task
-from tests.train.rl.test_resume import at
+from tests.train.rl.rl_run import ITERATIONS, arguments, assert_identical, at, result, rows, without
 
 LAST = f"iteration{ITERATIONS:06d}.safetensors"
 NOTHING_IN_RANGE = "--dynamic_filtering --dynamic_filtering_reward_range 5 6"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
-def recorded(folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("recorded")
-    assert warm.run(arguments(folder, out, "grpo", f"--record {out}/recording")) == 0
-    return out
-
-
-def complaint(words, log, code=2):
-    assert warm.run(words, log=log) == code
-    told = log.read_text()
+def complaint(words):
+    told = warm.output(words, 2)
     assert "Traceback" not in told
     return told.strip().splitlines()[-1]
 
 
-@pytest.mark.short(1)
-def test_a_replayed_run_makes_the_updates_of_the_recorded_one(folder, recorded, tmp_path):
-    assert warm.run(arguments(folder, tmp_path, "grpo", f"--replay {recorded}/recording")) == 0
-    assert_identical(result(tmp_path), result(recorded))
-
-
 def test_a_replay_needs_no_reward(folder, recorded, tmp_path):
     words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier", "--eval_dataset")
-    log = tmp_path / "log"
-    assert warm.run([*words, "--replay", f"{recorded}/recording"], log=log) == 0
-    assert f"reward: as recorded in {recorded}/recording" in log.read_text()
+    printed = warm.output([*words, "--replay", f"{recorded}/recording"])
+    assert f"reward: as recorded in {recorded}/recording" in printed
     assert rows(tmp_path)[-1]["loss"] == rows(recorded)[-1]["loss"]
 
 
@@ -63,17 +42,21 @@ def test_a_recording_that_was_killed_and_resumed_is_whole(folder, recorded, tmp_
     assert kept == {path.name: path.read_bytes() for path in (recorded / "recording").iterdir()}
 
 
+def recorded_and_replayed(folder, place, estimator, record="", replay=""):
+    """The folders of a run and of its replay, which were given these words too."""
+    outs = place / "first", place / "second"
+    for out, words, more in zip(outs, ("--record", "--replay"), (record, replay)):
+        assert warm.run(arguments(folder, out, estimator, f"{words} {place}/recording", more)) == 0
+    return outs
+
+
 def test_a_run_whose_prompts_ran_out_in_the_filter_is_replayed_to_the_same_end(folder, tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert warm.run(arguments(folder, first, "grpo", NOTHING_IN_RANGE, f"--record {tmp_path}/recording")) == 0
-    assert warm.run(arguments(folder, second, "grpo", NOTHING_IN_RANGE, f"--replay {tmp_path}/recording")) == 0
+    first, second = recorded_and_replayed(folder, tmp_path, "grpo", NOTHING_IN_RANGE, NOTHING_IN_RANGE)
     assert rows(first) == rows(second) and len(rows(first)) == 1, "there was nothing to learn from"
 
 
 def test_a_filtered_run_is_replayed(folder, tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert warm.run(arguments(folder, first, "filtered", f"--record {tmp_path}/recording")) == 0
-    assert warm.run(arguments(folder, second, "filtered", f"--replay {tmp_path}/recording")) == 0
+    first, second = recorded_and_replayed(folder, tmp_path, "filtered")
     assert_identical(result(first), result(second))
 
 
@@ -89,14 +72,14 @@ def test_a_filtered_run_is_replayed(folder, tmp_path):
 @pytest.mark.parametrize("how", ["", "--dry_run"])
 def test_a_recording_that_does_not_fit_the_run_is_refused_before_it(folder, recorded, tmp_path, words, told, how):
     given = arguments(folder, tmp_path / "out", "grpo", f"--replay {recorded}/recording", words, how)
-    assert told in complaint(given, tmp_path / "log")
+    assert told in complaint(given)
     assert not (tmp_path / "out").exists(), "it was refused when something had been learnt already"
 
 
 def test_a_recording_of_other_prompts_is_refused(folder, recorded, tmp_path):
     words = arguments(folder, tmp_path / "out", "grpo", f"--replay {recorded}/recording")
     words = [word.replace("prompts.jsonl", "test.jsonl") for word in words]
-    assert "other prompts" in complaint(words, tmp_path / "log")
+    assert "other prompts" in complaint(words)
     assert not (tmp_path / "out").exists()
 
 
@@ -104,7 +87,7 @@ def test_a_recording_of_other_prompts_is_refused(folder, recorded, tmp_path):
 def test_a_damaged_recording_is_refused_before_the_run(folder, recorded, tmp_path, spoil):
     damaged = shutil.copytree(recorded / "recording", tmp_path / "recording")
     (damaged / LAST).write_bytes(spoil((damaged / LAST).read_bytes()))
-    told = complaint(arguments(folder, tmp_path / "out", "grpo", f"--replay {damaged}"), tmp_path / "log")
+    told = complaint(arguments(folder, tmp_path / "out", "grpo", f"--replay {damaged}"))
     assert LAST in told and "damaged" in told
     assert not (tmp_path / "out").exists()
 
@@ -112,4 +95,4 @@ def test_a_damaged_recording_is_refused_before_the_run(folder, recorded, tmp_pat
 @pytest.mark.parametrize("how", ["", "--dry_run"])
 def test_a_folder_with_a_recording_is_not_recorded_into_again(folder, recorded, tmp_path, how):
     words = arguments(folder, tmp_path / "out", "grpo", f"--record {recorded}/recording --seed 5", how)
-    assert "it holds a recording already" in complaint(words, tmp_path / "log")
+    assert "it holds a recording already" in complaint(words)

@@ -12,19 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests import warm
-from tests.train.rl.rl_run import (
-    EPISODES,
-    ITERATIONS,
-    PROMPTS,
-    arguments,
-    assert_identical,
-    result,
-    rows,
-    weights,
-    write_task,
-)
-from tests.train.rl.test_recording import complaint
-from tests.train.rl.test_resume import at
+from tests.train.rl.rl_run import EPISODES, ITERATIONS, PROMPTS, arguments, assert_identical, at, result, rows, weights
+from tests.train.rl.test_recording import complaint, recorded_and_replayed
 from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.source import prompt_order
@@ -32,11 +21,6 @@ from trimtab.train.rl.source import prompt_order
 # Few places in the engine, so that answers are cut off by updates and go on.
 FEW = "--rollout_slots 6"
 ASYNC = f"--async_train --async_queue_size 2 {FEW}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +38,11 @@ def trained(out):
 
 
 def test_the_replay_makes_the_same_updates_and_says_how_it_weighs_tokens(folder, recorded, tmp_path):
-    log = tmp_path / "log"
-    assert warm.run(arguments(folder, tmp_path, "grpo", FEW, f"--replay {recorded}/recording"), log=log) == 0
+    printed = warm.output(arguments(folder, tmp_path, "grpo", FEW, f"--replay {recorded}/recording"))
     assert_identical(trained(tmp_path), trained(recorded))
     correction = "--mismatch_correction tis --mismatch_range 0 2"
     told = f"--replay {recorded}/recording: of an asynchronous run; its tokens are weighed by {correction}"
-    assert told in log.read_text().replace("\n", "")
+    assert told in printed.replace("\n", "")
     assert max(row["age_max"] for row in rows(recorded)[1:]) >= 1, "or there was nothing asynchronous in it"
     assert any(row["corrected_share"] > 0 for row in rows(recorded)[1:])
     assert all(row["log_prob_gap_fresh"] < 1e-5 for row in rows(recorded)[1:]), "only older tokens may be off"
@@ -100,16 +83,14 @@ def test_a_recording_that_is_asynchronous_in_part_is_refused(folder, recorded, t
         described = json.loads(file.metadata()["iteration"])
     assert described.pop("outliving")["mismatch_correction"] == "tis"
     save_file(load_file(path), path, metadata={"iteration": json.dumps(described)})
-    told = complaint(arguments(folder, tmp_path / "out", "grpo", f"--replay {partly} --dry_run"), tmp_path / "log")
+    told = complaint(arguments(folder, tmp_path / "out", "grpo", f"--replay {partly} --dry_run"))
     assert "iteration000003.safetensors: it was recorded with other settings of --async_train" in told
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("estimator", ["ppo", "reinforce", "filtered", "lora"])
 def test_every_objective_is_replayed_bit_for_bit(folder, tmp_path, estimator):
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert warm.run(arguments(folder, first, estimator, ASYNC, f"--record {tmp_path}/recording")) == 0
-    assert warm.run(arguments(folder, second, estimator, FEW, f"--replay {tmp_path}/recording")) == 0
+    first, second = recorded_and_replayed(folder, tmp_path, estimator, ASYNC, FEW)
     assert_identical(trained(first), trained(second))
 
 
@@ -125,7 +106,5 @@ def test_a_recorded_run_that_was_killed_and_resumed_is_replayed_bit_for_bit(fold
 
 @pytest.mark.long
 def test_several_processes_are_replayed_bit_for_bit(folder, tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert warm.run(arguments(folder, first, "grpo", ASYNC, f"--nproc 2 --record {tmp_path}/recording")) == 0
-    assert warm.run(arguments(folder, second, "grpo", FEW, f"--nproc 2 --replay {tmp_path}/recording")) == 0
+    first, second = recorded_and_replayed(folder, tmp_path, "grpo", f"{ASYNC} --nproc 2", f"{FEW} --nproc 2")
     assert_identical(trained(first), trained(second))

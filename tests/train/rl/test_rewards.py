@@ -4,15 +4,13 @@ import json
 import shutil
 
 import pytest
-import torch
-from transformers import LlamaForSequenceClassification
 
 from tests import warm
-from tests.tiny import tiny_model
-from tests.train.rl.rl_run import arguments, assert_identical, result, rows, weights, without, write_task
+from tests.train.job_run import assert_same_tensors, write_model, write_rows
+from tests.train.rl.rl_run import PROMPTS, arguments, assert_identical, result, rows, weights, without
 from trimtab.cli.main import main
 from trimtab.config.rl_jobs import PPOOptions
-from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.embedded.sort_task import make_prompts, make_tokenizer
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.checks import critic_start
 from trimtab.train.rl.loop import RLRun
@@ -28,18 +26,6 @@ def reward_func(queries, prompts, labels):
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = write_task(tmp_path_factory.mktemp("task"))
-    for name, seed in (("judge", 5), ("other", 6)):
-        config = tiny_model("llama", vocab_size=len(make_tokenizer())).config
-        config.num_labels = 1
-        torch.manual_seed(seed)
-        LlamaForSequenceClassification(config).save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
-    return folder
-
-
 def test_several_reward_models_are_summed_with_their_weights(folder, tmp_path):
     words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
     words += f"--reward_pretrain {folder}/judge,{folder}/other --reward_weights 1.0 0.5".split()
@@ -52,9 +38,7 @@ def test_a_constant_reward_moves_nothing(folder, tmp_path):
     words = without(arguments(folder, tmp_path, "reinforce"), "--reward_verifier", "--entropy_loss_coef", "--gamma")
     words += ["--reward_verifier", "length(0-1000):0.1", "--init_kl_coef", "0"]
     assert warm.run(words) == 0
-    before = weights(folder / "model")
-    for name, weight in weights(tmp_path).items():
-        assert torch.equal(weight, before[name]), name
+    assert_same_tensors(weights(tmp_path), weights(folder / "model"))
 
 
 def test_a_critic_starts_from_the_reward_model_and_is_saved(folder, tmp_path):
@@ -80,12 +64,10 @@ def judged(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def foreign(folder):
+def foreign(folder, tmp_path_factory):
     """A reward model of another tokenizer: two tokens have changed places."""
-    place = folder / "foreign"
-    shutil.copytree(folder / "judge", place)
-    text = (place / "tokenizer.json").read_text()
-    known = json.loads(text)
+    place = shutil.copytree(folder / "judge", tmp_path_factory.mktemp("foreign") / "judge")
+    known = json.loads((place / "tokenizer.json").read_text())
     vocabulary = known["model"]["vocab"]
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     (place / "tokenizer.json").write_text(json.dumps(known))
@@ -112,10 +94,8 @@ def test_a_reward_that_fails_for_good_stops_the_run_after_a_checkpoint_from_whic
     judged, tmp_path, what, iteration, told
 ):
     words, flag, whole = judged
-    log = tmp_path / "log"
-    assert warm.run(words(tmp_path), prepare=FailLater(flag, what, iteration), log=log) == 1
+    said = warm.output(words(tmp_path), 1, prepare=FailLater(flag, what, iteration))
     flag.unlink()
-    said = log.read_text()
     assert "the judge is out for lunch" in said and "checkpoint saved in" in said
     assert len(rows(tmp_path)) == told, "nothing was trained on made-up rewards"
     assert warm.run([*words(tmp_path), "--load_checkpoint"]) == 0
@@ -142,9 +122,7 @@ class FailLater:
 @pytest.mark.short(1)
 @pytest.mark.parametrize("estimator", ["reinforce", "grpo"])
 def test_rewards_of_steps_stand_within_the_answers(folder, tmp_path, estimator):
-    model = tiny_model("llama", vocab_size=len(make_tokenizer()), seed=7)
-    model.save_pretrained(tmp_path / "prm")
-    make_tokenizer().save_pretrained(tmp_path / "prm")
+    write_model(tmp_path / "prm", seed=7)
     words = without(arguments(folder, tmp_path / "out", estimator), "--reward_verifier")
     words += f"--reward_pretrain {tmp_path}/prm --placeholder_token . --reward_tokens y n --step_reward steps".split()
     words += ["--step_separator", "3"]
@@ -169,10 +147,8 @@ def test_dynamic_filtering_trains_only_on_groups_in_the_range(folder, tmp_path):
 
 
 def test_missing_labels_are_counted_before_the_run(folder, tmp_path, capsys):
-    labelled = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    path = tmp_path / "prompts.jsonl"
-    missing = [{**row, "label": None if number in (3, 5) else row["label"]} for number, row in enumerate(labelled)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in missing))
+    path, labelled = tmp_path / "prompts.jsonl", make_prompts(PROMPTS, 1)
+    write_rows(path, [{**row, "label": None if i in (3, 5) else row["label"]} for i, row in enumerate(labelled)])
     words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier", "--prompt_data")
     words += ["--prompt_data", str(path), "--reward_verifier", "exact"]
     assert main(words) == 2
@@ -182,18 +158,17 @@ def test_missing_labels_are_counted_before_the_run(folder, tmp_path, capsys):
 
 
 def test_one_answer_without_a_reward_fails_the_run_in_a_line(folder, tmp_path):
-    path, log = tmp_path / "reward.py", tmp_path / "log"
+    path = tmp_path / "reward.py"
     path.write_text("def reward_func(queries, prompts, labels):\n    return [None, *map(len, queries[1:])]\n")
     words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier", "--eval_dataset")
-    assert warm.run([*words, "--remote_rm_url", str(path)], log=log, limit=60) == 1
-    told = log.read_text().splitlines()[-1]
+    told = warm.output([*words, "--remote_rm_url", str(path)], 1, limit=60).splitlines()[-1]
     assert "none of reward_func gives it a reward" in told and f"its prompt stands in {folder}/prompts.jsonl" in told
 
 
 def test_a_reward_that_fails_on_a_row_says_where_the_row_stands(folder, tmp_path, capsys):
     path = tmp_path / "reward.py"
     path.write_text("def reward_func(queries, prompts, labels):\n    return [1 / (label != '') for label in labels]\n")
-    labelled = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    labelled = make_prompts(PROMPTS, 1)
     labelled[6]["label"] = ""
     data = tmp_path / "prompts.jsonl"
     data.write_text("\n" + "".join(json.dumps(row) + "\n" for row in labelled))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.train.rl.rl_run import arguments, rows, write_task
-from trimtab.cli.main import main
+from tests.train.job_run import rows
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl import rollout_files
@@ -32,10 +31,8 @@ def test_an_answer_given_often_is_kept_once_and_best_are_better_than_worst():
     assert [(rewards[i], kind) for i, kind in found.items()] == [
         (1.0, "best"), (0.5, "best"), (-0.794, "worst"), (-1.0, "worst"),
     ]  # fmt: skip
-    assert (
-        rollout_files.best_and_worst(experience([1.0]), 8) == {0: "best"}
-        and rollout_files.best_and_worst(experience([1.0]), 0) == {}
-    )
+    assert rollout_files.best_and_worst(experience([1.0]), 8) == {0: "best"}
+    assert rollout_files.best_and_worst(experience([1.0]), 0) == {}
 
 
 def followed(rows_: list[int], iteration=1, total=100) -> set[int]:
@@ -62,10 +59,8 @@ def test_histograms_count_every_answer(values, filled):
         assert {i: count for i, count in enumerate(found[2:]) if count} == filled
 
 
-def test_a_run_keeps_groups_with_label_parts_and_advantage(tmp_path):
-    folder = write_task(tmp_path / "task")
-    assert main(arguments(folder, tmp_path / "out", "grpo")) == 0
-    kept = read_rows(tmp_path / "out" / "rollouts.jsonl")
+def test_a_run_keeps_groups_with_label_parts_and_advantage(recorded):
+    kept = read_rows(recorded / "rollouts.jsonl")
     groups = [row for row in kept if row["group"] == "train" and row["step"] == 1]
     assert len(groups) == rollout_files.GROUPS * 4 and len({row["row"] for row in groups}) == rollout_files.GROUPS
     assert all(row["label"] and row["parts"].keys() == {"regex", "length"} for row in groups)
@@ -75,5 +70,5 @@ def test_a_run_keeps_groups_with_label_parts_and_advantage(tmp_path):
     assert all(abs(float(found.mean())) < 0.2 for found in by_row), "seen against the group, less a little KL"
     evaluated = [row for row in kept if row["group"] == "evaluation"]
     assert {row["step"] for row in evaluated} == {0, 2, 4, 5} and {row["row"] for row in evaluated} == {0, 1, 2, 3}
-    scores = rows(tmp_path / "out")[1]["prompt_scores"]
+    scores = rows(recorded)[1]["prompt_scores"]
     assert len(scores) == 4 and all(0 <= score <= 1.5 for _, score in scores)

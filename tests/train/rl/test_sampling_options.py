@@ -4,26 +4,23 @@ import signal
 from functools import partial
 
 import pytest
-import torch
 
 from tests import warm
-from tests.train.rl.rl_run import arguments, assert_identical, result, rows, weights, without, write_task
-from tests.train.rl.test_resume import at
+from tests.train.job_run import assert_same_tensors
+from tests.train.rl.rl_run import EVALUATION, arguments, assert_identical, at, result, rows, weights, without
 from trimtab.train.rl.source import Recording
 
 ONE = "--max_steps 1 --temperature 0.7 --init_kl_coef 0 --lr_scheduler constant"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
 def run(folder, out, *words, estimator="grpo", **how):
-    fixed = without(arguments(folder, out, estimator), "--eval_dataset", "--eval_split", "--eval_steps")
-    fixed = without(fixed, "--eval_n_samples_per_prompt", "--max_epochs", "--save_steps")
-    assert warm.run([*fixed, *" ".join(words).split()], **how) == 0
+    assert warm.run(unevaluated(folder, out, estimator, *words), **how) == 0
     return rows(out)
+
+
+def unevaluated(folder, out, estimator, *words):
+    fixed = without(arguments(folder, out, estimator), *EVALUATION, "--max_epochs", "--save_steps")
+    return [*fixed, *" ".join(words).split()]
 
 
 def answers(folder):
@@ -121,12 +118,11 @@ def test_prompts_in_the_order_of_the_data_and_whole_iterations_alone(folder, tmp
     assert [row["loss"] for row in replayed] == [row["loss"] for row in found]
 
 
-@pytest.mark.parametrize("how", [[], ["--dry_run"]])
+@pytest.mark.parametrize("how", ["", "--dry_run"])
 def test_drop_last_that_would_leave_nothing_is_one_line(folder, tmp_path, how):
-    log = tmp_path / "log"
-    words = [*arguments(folder, tmp_path / "out", "grpo"), "--rollout_batch_size", "16", "--drop_last", *how]
-    assert warm.run(words, log=log) == 2
-    assert "--drop_last leaves out all 9 prompts: they do not fill an iteration, which takes 16" in log.read_text()
+    words = arguments(folder, tmp_path / "out", "grpo", "--rollout_batch_size 16 --drop_last", how)
+    told = "--drop_last leaves out all 9 prompts: they do not fill an iteration, which takes 16"
+    assert told in warm.output(words, 2)
 
 
 @pytest.mark.long
@@ -138,9 +134,7 @@ def test_two_processes_learn_with_all_of_it_what_one_does(folder, tmp_path):
         "--n_samples_per_prompt 4 --train_batch_size 16 --use_kl_loss --kl_estimator k3 --kl_clip 0.5"
     )
     one = run(folder, tmp_path / "one", words, estimator="reinforce")
-    fixed = without(arguments(folder, tmp_path / "two", "reinforce"), "--eval_dataset", "--eval_split", "--eval_steps")
-    fixed = without(fixed, "--eval_n_samples_per_prompt", "--max_epochs", "--save_steps")
-    assert warm.run_world([*fixed, *words.split()], 2) == [0, 0]
+    assert warm.run_world(unevaluated(folder, tmp_path / "two", "reinforce", words), 2) == [0, 0]
     for mine, theirs in zip(one, rows(tmp_path / "two"), strict=True):
         assert mine["reward"] == theirs["reward"] and mine["filtered_groups"] == theirs["filtered_groups"]
         for name in ("loss", "kl_loss", "grad_norm", "reward_mean_so_far", "reward_std_so_far"):
@@ -157,6 +151,6 @@ def test_checkpoints_of_weights_alone_load_as_models_and_are_nothing_to_go_on_fr
     assert kept == ["global_step1_hf", "global_step2_hf"]
     assert not list((out / "checkpoints").glob("**/tensors*")), "no state of an optimiser"
     last = weights(out / "checkpoints" / "global_step2_hf")
-    assert all(torch.equal(last[name], weight) for name, weight in weights(out).items())
+    assert_same_tensors(last, weights(out))
     run(folder, tmp_path / "again", f"{words} --load_checkpoint", log=log)
     assert "starting from the beginning" in log.read_text()

@@ -2,16 +2,14 @@
 
 import os
 import signal
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests import warm
-from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without
-from tests.train.rl.test_groups import folder, keep_gradients  # noqa: F401
+from tests.train.rl.rl_run import EVALUATION, arguments, assert_identical, result, rows, without
+from tests.train.rl.test_groups import assert_same_gradients, keep_gradients
 from trimtab.train.metrics import read_rows
 
 SMALL = "--max_steps 1 --actor_learning_rate 1e-5"
@@ -23,21 +21,19 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def alone(folder, tmp_path_factory):  # noqa: F811
+def alone(folder, tmp_path_factory):
     """The run of one process, made once for each estimator."""
-    made: dict[str, Path] = {}
 
+    @cache
     def make(estimator: str) -> Path:
-        if estimator not in made:
-            out = made[estimator] = tmp_path_factory.mktemp("alone")
-            prepare = partial(keep_gradients, out / "gradients")
-            assert warm.run(words(folder, out, estimator), prepare=prepare) == 0
-        return made[estimator]
+        out = tmp_path_factory.mktemp("alone")
+        assert warm.run(words(folder, out, estimator), prepare=partial(keep_gradients, out / "gradients")) == 0
+        return out
 
     return make
 
 
-def words(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:  # noqa: F811
+def words(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:
     return arguments(folder, out, estimator, SMALL, CASES[estimator].format(folder=folder), *more)
 
 
@@ -54,29 +50,15 @@ def words(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:  # 
         ("ppo", f"{TENSOR} --controller_apart", 3),
     ],
 )
-def test_answers_rewards_and_gradients_are_those_of_one_process(
-    folder,  # noqa: F811
-    alone,
-    tmp_path,
-    estimator,
-    split,
-    processes,
-):
+def test_answers_rewards_and_gradients_are_those_of_one_process(folder, alone, tmp_path, estimator, split, processes):
     expected = alone(estimator)
-    last = processes - 1
     prepared = {rank: partial(keep_gradients, tmp_path / f"of{rank}") for rank in range(processes)}
-    more = words(folder, tmp_path / "out", estimator, split)
-    assert warm.run_world(more, processes, prepare=prepared, log=tmp_path / "log") == [0] * processes, (
-        tmp_path / "log.0"
-    ).read_text()
+    warm.world_outputs(words(folder, tmp_path / "out", estimator, split), processes, prepare=prepared)
     answers = [answered(out) for out in (expected, tmp_path / "out")]
     assert len(answers[0]) > 4 and answers[0] == answers[1]
     for role in ("actor", "critic") if estimator == "ppo" else ("actor",):
-        plain = load_file(expected / f"gradients-{role}.safetensors")
-        found = load_file(tmp_path / f"of{last}-{role}.safetensors")
-        assert plain.keys() == found.keys()
-        for name, gradient in plain.items():
-            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5)
+        found = tmp_path / f"of{processes - 1}-{role}.safetensors"
+        assert_same_gradients(found, expected / f"gradients-{role}.safetensors")
     for row, other in zip(rows(expected), rows(tmp_path / "out"), strict=True):
         for name in ("reward", "loss", "grad_norm", "kl", "critic_loss", "eval_reward"):
             if name in row:
@@ -100,25 +82,24 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
-def rewarded_by_function(folder: Path, out: Path) -> list[str]:  # noqa: F811
+def rewarded_by_function(folder: Path, out: Path) -> list[str]:
     out.mkdir()
     text = FUNCTION.format(asked=str(out / "asked"), broken=str(out / "broken"))
     (out / "reward.py").write_text(text)
-    given = without(arguments(folder, out / "run", "grpo", SMALL, TENSOR), "--reward_verifier", "--eval_dataset")
-    given = without(given, "--eval_split", "--eval_steps", "--eval_n_samples_per_prompt")
+    given = without(arguments(folder, out / "run", "grpo", SMALL, TENSOR), "--reward_verifier", *EVALUATION)
     return [*given, "--reward_func", str(out / "reward.py")]
 
 
 @pytest.mark.long
-def test_a_reward_is_asked_once_for_an_answer_that_two_processes_write(folder, tmp_path):  # noqa: F811
+def test_a_reward_is_asked_once_for_an_answer_that_two_processes_write(folder, tmp_path):
     more = rewarded_by_function(folder, tmp_path / "out")
-    assert warm.run_world(more, 2, log=tmp_path / "log") == [0, 0], (tmp_path / "log.0").read_text()
+    warm.world_outputs(more, 2)
     samples = sum(row["samples"] for row in rows(tmp_path / "out" / "run"))
     assert samples == 16 and len((tmp_path / "out" / "asked").read_text().splitlines()) == samples
 
 
 @pytest.mark.long
-def test_a_reward_that_fails_in_one_process_stops_those_that_write_with_it(folder, tmp_path):  # noqa: F811
+def test_a_reward_that_fails_in_one_process_stops_those_that_write_with_it(folder, tmp_path):
     more = rewarded_by_function(folder, tmp_path / "out")
     (tmp_path / "out" / "broken").touch()
     codes = warm.run_world([*more, "--rollout_slots", "2"], 2, prepare=dict.fromkeys(range(2), score_at_once))
@@ -152,11 +133,11 @@ def stop_while_writing(calls: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("split", [TENSOR, CONTEXT])
-def test_a_run_that_one_process_was_told_to_stop_goes_on_as_if_it_had_not_been(folder, tmp_path, split):  # noqa: F811
+def test_a_run_that_one_process_was_told_to_stop_goes_on_as_if_it_had_not_been(folder, tmp_path, split):
     given = {out: arguments(folder, tmp_path / out, "lora", split) for out in ("straight", "stopped")}
     assert warm.run_world(given["straight"], 2) == [0, 0]
-    stopped = warm.run_world(given["stopped"], 2, prepare={1: partial(stop_while_writing, 5)}, log=tmp_path / "log")
-    assert stopped == [128 + signal.SIGTERM, 0], (tmp_path / "log.0").read_text()
-    assert "checkpoint saved in" in (tmp_path / "log.0").read_text()
+    stopped = {1: partial(stop_while_writing, 5)}
+    first, _ = warm.world_outputs(given["stopped"], 2, [128 + signal.SIGTERM, 0], prepare=stopped)
+    assert "checkpoint saved in" in first
     assert warm.run_world([*given["stopped"], "--load_checkpoint"], 2) == [0, 0]
     assert_identical(*(result(tmp_path / out) for out in ("stopped", "straight")))

@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests import warm
-from tests.train.rl.rl_run import arguments, rows, without, write_task
+from tests.train.rl.rl_run import arguments, at, rows, without
 from tests.train.rl.test_recording import complaint
-from tests.train.rl.test_resume import at
 from trimtab.config.objective_options import ESTIMATORS
 from trimtab.config.rl_jobs import PPOOptions
 from trimtab.models.policy import Policy
@@ -109,11 +108,6 @@ def test_groups_of_different_sizes_are_shaped_one_by_one(estimator):
     torch.testing.assert_close(experience.advantages_N, expected_N, atol=1e-5, rtol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
 def test_loss_and_gradient_equal_the_sums_over_drawn_tokens(folder):
     """Two turns of the model with a tool's text between them, beside others; cut into passes that share prompts."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager").train()
@@ -168,20 +162,13 @@ def test_a_recording_of_several_turns_and_uneven_groups_trains(folder, tmp_path)
 
 
 def test_a_group_of_one_and_too_many_groups_are_refused_in_one_line(folder, tmp_path):
-    lone = make().take([0, 2, 3])
-    (tmp_path / "lone").mkdir()
-    Recording(tmp_path / "lone", {}, None).write(0, (lone, 2, {}))
-    told = complaint(words_of(folder, tmp_path / "out", tmp_path / "lone"), tmp_path / "log")
-    assert "a group has a single answer" in told
-    (tmp_path / "many").mkdir()
-    Recording(tmp_path / "many", {}, None).write(0, (make(), 2, {}))
-    words = [*words_of(folder, tmp_path / "out2", tmp_path / "many"), "--rollout_batch_size", "2"]
-    told = complaint(words, tmp_path / "log2")
-    assert "it has 3 groups; --rollout_batch_size allows 2" in told
-    (tmp_path / "beyond").mkdir()
-    Recording(tmp_path / "beyond", {}, None).write(0, (make(), 2, {}))
-    told = complaint(words_of(folder, tmp_path / "out3", tmp_path / "beyond"), tmp_path / "log3")
-    assert "it speaks of row 3 of the prompts, of which there are 2" in told
+    for name, experience in (("lone", make().take([0, 2, 3])), ("many", make())):
+        (tmp_path / name).mkdir()
+        Recording(tmp_path / name, {}, None).write(0, (experience, 2, {}))
+    lone, many = (words_of(folder, tmp_path / "out", tmp_path / name) for name in ("lone", "many"))
+    assert "a group has a single answer" in complaint(lone)
+    assert "it has 3 groups; --rollout_batch_size allows 2" in complaint([*many, "--rollout_batch_size", "2"])
+    assert "it speaks of row 3 of the prompts, of which there are 2" in complaint(many)
 
 
 def test_a_recording_of_an_earlier_version_is_refused_in_one_line(folder, tmp_path):
@@ -191,7 +178,7 @@ def test_a_recording_of_an_earlier_version_is_refused_in_one_line(folder, tmp_pa
     tensors["response_ids"] = tensors.pop("ids_T")
     metadata = {"iteration": '{"cut": {}, "data": null, "prompts": 2, "figures": {}}'}
     save_file(tensors, path, metadata=metadata)
-    told = complaint(words_of(folder, tmp_path / "out", tmp_path / "recording"), tmp_path / "log")
+    told = complaint(words_of(folder, tmp_path / "out", tmp_path / "recording"))
     assert "earlier version" in told and "record again" in told
     assert not (tmp_path / "out").exists()
 
@@ -211,7 +198,7 @@ def write_as_an_earlier_version() -> None:
 def test_a_checkpoint_inside_an_iteration_of_an_earlier_version_is_refused_in_one_line(folder, tmp_path):
     words = without(arguments(folder, tmp_path, "grpo", "--max_steps 2"), "--eval_dataset")
     assert warm.run(words, prepare=write_as_an_earlier_version) == 128 + signal.SIGTERM
-    told = complaint([*words, "--load_checkpoint"], tmp_path / "log")
+    told = complaint([*words, "--load_checkpoint"])
     assert "earlier version" in told and "the checkpoint before it" in told
 
 

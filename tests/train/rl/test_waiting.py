@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests import warm
-from tests.train.rl.rl_run import arguments, assert_identical, result, without, write_task
+from tests.train.rl.rl_run import arguments, assert_identical, result, without
 from tests.train.rl.test_rewards import FailLater
 from trimtab.sandbox import process as waiting
 
@@ -34,11 +34,6 @@ SOON = 8.0  # seconds: a checkpoint and a report of the run are written in them,
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
 def sleepy(folder, tmp_path_factory):
     """The words of a run whose reward function may fall asleep, the file that makes it, and the run that it lets be."""
     place = tmp_path_factory.mktemp("sleepy")
@@ -58,17 +53,20 @@ def impatient(then=None):
         then()
 
 
-def wait_for(told, log, process):
+def end(process, log, number=signal.SIGTERM, told="samples; given up", *, sent_to=()):
+    """Send the signal, to this process or to others, once its log says that it waits; how soon all have ended."""
     warm.wait_until(lambda: log.exists() and told in log.read_text(), process)
-
-
-def end(process, log, number, told="samples; given up"):
-    """Send the signal once the run says that it waits; seconds until it has ended."""
-    wait_for(told, log, process)
     began = time.monotonic()
-    os.kill(process.pid, number)
-    process.join(60)
+    for one in sent_to or (process,):
+        os.kill(one.pid, number)
+    for one in (process, *sent_to):
+        one.join(60)
     return time.monotonic() - began
+
+
+def rewarded_by(folder, out, text) -> list[str]:
+    (out / "reward.py").write_text(text)
+    return [*without(arguments(folder, out, "grpo"), "--reward_verifier"), "--reward_func", f"{out}/reward.py"]
 
 
 @pytest.mark.short(1)
@@ -77,7 +75,7 @@ def test_a_signal_while_a_function_sleeps_is_obeyed_at_once_and_nothing_is_lost(
     words, flag, whole = sleepy
     log = tmp_path / "log"
     process = warm.start(words(tmp_path), prepare=partial(impatient, FailLater(flag, what, iteration)), log=log)
-    assert end(process, log, signal.SIGTERM) < SOON
+    assert end(process, log) < SOON
     flag.unlink()
     assert process.exitcode == 128 + signal.SIGTERM
     said = log.read_text()
@@ -102,49 +100,31 @@ def test_a_signal_while_a_server_never_answers_is_obeyed_at_once(folder, tmp_pat
 def test_a_signal_to_the_second_process_ends_the_wait_of_the_first(sleepy, tmp_path):
     words, flag, _ = sleepy
     flag.write_text("")
-    log = tmp_path / "log"
-    first, second = warm.start_world(words(tmp_path), 2, log=log, prepare={0: impatient})
-    wait_for("samples; given up", tmp_path / "log.0", first)
-    began = time.monotonic()
-    os.kill(second.pid, signal.SIGTERM)
-    first.join(60)
-    second.join(60)
+    first, second = warm.start_world(words(tmp_path), 2, log=tmp_path / "log", prepare={0: impatient})
+    took = end(first, tmp_path / "log.0", sent_to=(second,))
     flag.unlink()
-    assert time.monotonic() - began < SOON and first.exitcode == 128 + signal.SIGTERM
+    assert took < SOON and first.exitcode == 128 + signal.SIGTERM
     assert "checkpoint saved in" in (tmp_path / "log.0").read_text()
 
 
 def test_a_signal_to_the_second_process_while_the_first_one_loads_its_reward_stops_both(folder, tmp_path):
-    (tmp_path / "reward.py").write_text(NEVER_LOADS)
-    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
-    words += ["--reward_func", f"{tmp_path}/reward.py"]
+    words = rewarded_by(folder, tmp_path, NEVER_LOADS)
     first, second = warm.start_world(words, 2, log=tmp_path / "log", prepare={0: impatient})
-    wait_for("reward.py to be loaded", tmp_path / "log.0", first)
-    os.kill(second.pid, signal.SIGTERM)
-    first.join(20)
-    second.join(20)
+    end(first, tmp_path / "log.0", told="reward.py to be loaded", sent_to=(second,))
     assert first.exitcode == 128 + signal.SIGTERM, (tmp_path / "log.0").read_text()
 
 
 def test_a_stop_while_another_process_builds_its_roles_ends_both_without_a_traceback(folder, tmp_path):
-    (tmp_path / "reward.py").write_text(NEVER_LOADS.replace('== "0"', '== "1"'))
-    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
-    words += ["--reward_func", f"{tmp_path}/reward.py"]
+    words = rewarded_by(folder, tmp_path, NEVER_LOADS.replace('== "0"', '== "1"'))
     first, second = warm.start_world(words, 2, log=tmp_path / "log", prepare={1: impatient})
-    wait_for("reward.py to be loaded", tmp_path / "log.1", second)
-    for process in (first, second):  # as launchers do
-        os.kill(process.pid, signal.SIGTERM)
-    for process in (first, second):
-        process.join(20)
+    end(second, tmp_path / "log.1", told="reward.py to be loaded", sent_to=(first, second))  # as launchers do
     said = [(tmp_path / f"log.{rank}").read_text() for rank in (0, 1)]
     assert [first.exitcode, second.exitcode] == [128 + signal.SIGTERM] * 2, said
     assert "nothing is lost" in said[0] and not any("Traceback" in text for text in said)
 
 
 def test_a_file_that_never_loads_does_not_hold_a_run_that_is_told_to_stop(folder, tmp_path):
-    (tmp_path / "reward.py").write_text(NEVER_LOADS)
-    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
     log = tmp_path / "log"
-    process = warm.start([*words, "--reward_func", f"{tmp_path}/reward.py"], prepare=impatient, log=log)
-    assert end(process, log, signal.SIGTERM, "reward.py to be loaded") < SOON
+    process = warm.start(rewarded_by(folder, tmp_path, NEVER_LOADS), prepare=impatient, log=log)
+    assert end(process, log, told="reward.py to be loaded") < SOON
     assert process.exitcode == 128 + signal.SIGTERM

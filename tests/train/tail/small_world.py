@@ -137,5 +137,11 @@ def caught_gradients(learner, monkeypatch) -> dict[str, Tensor]:
     return found
 
 
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2e-5) -> None:
+    assert max(float(value.abs().max()) for value in expected.values()) > 0.01, "nothing to compare"
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=1e-4)
+
+
 def groups(size: int) -> list[tuple[tuple[int, ...], ...]]:
     return list(itertools.product(ANSWERS, repeat=size))

@@ -1,9 +1,11 @@
 """How a tail update is cut or dealt out to processes changes nothing but rounding."""
 
+from functools import cache
+
 import pytest
 
 from tests import warm
-from tests.train.rl.rl_run import rows, write_task
+from tests.train.rl.rl_run import rows
 from tests.train.tail.tail_run import arguments, metric_files
 
 # So that rounding is not amplified into other samples.
@@ -12,19 +14,12 @@ LOUD = ("alarms", "seconds", "memory", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
-
-
-@pytest.fixture(scope="module")
 def usual(folder, tmp_path_factory):
-    results = {}
-
+    @cache
     def make(method):
-        if method not in results:
-            results[method] = tmp_path_factory.mktemp("usual")
-            assert warm.run(arguments(folder, results[method], method, QUIET)) == 0
-        return results[method]
+        out = tmp_path_factory.mktemp("usual")
+        assert warm.run(arguments(folder, out, method, QUIET)) == 0
+        return out
 
     return make
 

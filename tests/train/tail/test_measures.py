@@ -6,17 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.train.job_run import write_rows
+from tests.train.job_run import NoStop, write_rows
 from tests.train.tail.small_world import ANSWERS, REWARDS, all_log_probs, make_run, reward_of, write_world
 from tests.train.tail.tail_run import metric_files
 from trimtab.errors import UserError
 from trimtab.train.tail.measurements import bad_tokens, finite
 
 THRESHOLD = sorted(REWARDS.tolist())[2] - 0.01  # two of the answers are bad
-
-
-class NoStop:
-    signal = None
 
 
 @pytest.fixture

@@ -8,15 +8,12 @@ import math
 import pytest
 import torch
 
+from tests.train.job_run import NoStop
 from tests.train.tail.small_world import make_run, write_world
 
 VOCABULARY, BAD, GROUP, SAMPLED = 200, (2, 3, 4, 5), 250, 200_000
 WORDS = ["<pad>", "<eos>", *(f"w{i}" for i in range(2, VOCABULARY))]
 WORTH = torch.rand(VOCABULARY, generator=torch.Generator().manual_seed(5)).tolist()
-
-
-class NoStop:
-    signal = None
 
 
 def reward(answer: tuple[int, ...]) -> float:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.train.rl.rl_run import write_task
 from tests.train.tail.tail_run import arguments
 from trimtab.cli.main import main
 
@@ -24,11 +23,6 @@ MISTAKES = [
     (f"{WORDS} --bad_token_ids 99999 --dry_run", "--bad_token_ids: give token ids from 0 to"),
     (f"{WORDS} --bad_token_ids 3 --dry_run", "--generate_max_len 8: the exact probability of bad words"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.mark.parametrize("more, complaint", MISTAKES)

@@ -4,37 +4,22 @@ import itertools
 import os
 import signal
 import time
-from functools import partial
+from functools import cache, partial
 
 import pytest
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.train.rl.rl_run import assert_identical, result, rows, without, write_task
-from tests.train.rl.test_resume import at
+from tests.train.rl.rl_run import assert_identical, at, result, rows, without
 from tests.train.tail.tail_run import arguments, metric_files
 from trimtab.sandbox import process as waiting
 from trimtab.train.tail.tail_run import TailRun
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_task(tmp_path_factory.mktemp("task"), attention_dropout=0.1)
-
-
-@pytest.fixture(scope="module")
-def straight(folder, tmp_path_factory):
-    """The uninterrupted run of each method, made once."""
-    results = {}
-
-    def make(method):
-        if method not in results:
-            out = tmp_path_factory.mktemp("straight")
-            assert warm.run(arguments(folder, out, method)) == 0
-            results[method] = everything(out)
-        return results[method]
-
-    return make
+@pytest.fixture
+def straight(finished):
+    """What the uninterrupted run of each method leaves."""
+    return lambda method: everything(finished("tail" if method == "repulse" else f"tail {method}"))
 
 
 def everything(out):
@@ -64,19 +49,18 @@ def first_ones(moments, count):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("method, moment", first_ones(KILLED, 2), ids=str)
-def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, method, moment):
-    words = arguments(folder, tmp_path, method)
+def test_killed_and_resumed_equals_uninterrupted(tasks, straight, tmp_path, method, moment):
+    words = arguments(tasks, tmp_path, method)
     assert warm.run(words, prepare=partial(at, moment, signal.SIGKILL, TailRun)) == -signal.SIGKILL
     assert warm.run([*words, "--load_checkpoint"]) == 0
     assert_same(everything(tmp_path), straight(method))
 
 
 @pytest.mark.parametrize("method, moment", first_ones(STOPPED, 1), ids=str)
-def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(folder, straight, tmp_path, method, moment):
-    words, log = arguments(folder, tmp_path, method), tmp_path / "log"
-    prepare = partial(at, moment, signal.SIGTERM, TailRun)
-    assert warm.run(words, prepare=prepare, log=log) == 128 + signal.SIGTERM
-    assert "checkpoint saved in" in log.read_text()
+def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(tasks, straight, tmp_path, method, moment):
+    words = arguments(tasks, tmp_path, method)
+    printed = warm.output(words, 128 + signal.SIGTERM, prepare=partial(at, moment, signal.SIGTERM, TailRun))
+    assert "checkpoint saved in" in printed
     assert len(rows(tmp_path)) == moment[0]
     assert warm.run([*words, "--load_checkpoint"]) == 0
     found, expected = everything(tmp_path), straight(method)
@@ -93,8 +77,8 @@ def test_what_is_annealed_goes_from_its_start_to_its_end_by_one_factor(straight)
         assert factors == pytest.approx([factors[0]] * len(factors))
 
 
-def test_what_the_proposal_has_learnt_and_said_is_in_the_checkpoint(folder, tmp_path):
-    words = arguments(folder, tmp_path, "repulse")
+def test_what_the_proposal_has_learnt_and_said_is_in_the_checkpoint(tasks, tmp_path):
+    words = arguments(tasks, tmp_path, "repulse")
     stopped = partial(at, (1, "score_proposed", 0), signal.SIGTERM, TailRun)
     assert warm.run(words, prepare=stopped) == 128 + signal.SIGTERM
     saved = tmp_path / "checkpoints" / "global_step1"
@@ -105,16 +89,14 @@ def test_what_the_proposal_has_learnt_and_said_is_in_the_checkpoint(folder, tmp_
 
 
 @pytest.fixture(scope="module")
-def stopped(folder, tmp_path_factory):
+def stopped(tasks, tmp_path_factory):
     """Runs that were killed after their first checkpoint, one of each method."""
-    places = {}
 
+    @cache
     def make(method):
-        if method not in places:
-            places[method] = tmp_path_factory.mktemp(method)
-            killed = partial(at, (3, "update", 0), signal.SIGKILL, TailRun)
-            assert warm.run(arguments(folder, places[method], method), prepare=killed) == -signal.SIGKILL
-        return places[method]
+        out, killed = tmp_path_factory.mktemp(method), partial(at, (3, "update", 0), signal.SIGKILL, TailRun)
+        assert warm.run(arguments(tasks, out, method), prepare=killed) == -signal.SIGKILL
+        return out
 
     return make
 
@@ -129,13 +111,9 @@ def stopped(folder, tmp_path_factory):
         ("reinforce", "repulse", "trained actor, and now it should be actor and proposal;"),
     ],
 )
-def test_a_checkpoint_of_another_method_or_proposal_is_refused_in_one_line(
-    folder, stopped, tmp_path, method, other, complaint
-):
-    log = tmp_path / "log"
-    words = arguments(folder, stopped(method), other, "--load_checkpoint")
-    assert warm.run(words, log=log) == 2
-    (line,) = [line for line in log.read_text().splitlines() if "error" in line]
+def test_a_checkpoint_of_another_method_or_proposal_is_refused_in_one_line(tasks, stopped, method, other, complaint):
+    printed = warm.output(arguments(tasks, stopped(method), other, "--load_checkpoint"), 2)
+    (line,) = [line for line in printed.splitlines() if "error" in line]
     assert complaint in line and (stopped(method) / "checkpoints").is_dir()
 
 
@@ -151,12 +129,12 @@ def reward_func(queries, prompts, labels):
 
 
 @pytest.mark.long
-def test_a_signal_while_the_proposals_reward_sleeps_is_obeyed_at_once_and_nothing_is_lost(folder, tmp_path):
+def test_a_signal_while_the_proposals_reward_sleeps_is_obeyed_at_once_and_nothing_is_lost(tasks, tmp_path):
     flag, out, whole = tmp_path / "night", tmp_path / "out", tmp_path / "whole"
     (tmp_path / "reward.py").write_text(SLEEPS.format(flag=str(flag)))
 
     def words(place):
-        return [*without(arguments(folder, place, "repulse"), "--reward_verifier"), "--reward_func", *reward]
+        return [*without(arguments(tasks, place, "repulse"), "--reward_verifier"), "--reward_func", *reward]
 
     reward = [f"{tmp_path}/reward.py"]
     log = tmp_path / "log"

@@ -6,10 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.train.job_run import NoStop
 from tests.train.tail.small_world import (
     ANSWERS,
     REWARDS,
     all_log_probs,
+    assert_close,
     caught_gradients,
     experience_of,
     gradients_of,
@@ -38,12 +40,6 @@ def model(folder):
 def words(method: str, group: int, more: str = "") -> str:
     sizes = f"--n_samples_per_prompt {group} --train_batch_size {group} --micro_train_batch_size {group}"
     return f"--method {method} {sizes} --target_dist_beta {BETA} --token_reduction token_sum {more}"
-
-
-def assert_close(found, expected, tolerance=2e-5):
-    assert max(float(value.abs().max()) for value in expected.values()) > 0.01, "nothing to compare"
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=tolerance, rtol=1e-4)
 
 
 def every_answer(run):
@@ -128,10 +124,6 @@ def test_a_proposal_that_is_the_policy_has_no_gradient_where_nothing_is_tilted(f
     found = caught_gradients(run.roles.proposal.role, monkeypatch)
     run.iterate(NoStop)
     assert found and max(float(value.abs().max()) for value in found.values()) < 1e-6
-
-
-class NoStop:
-    signal = None
 
 
 # Each kind of proposal, and the learning rate and number of updates that take it to sigma.
