@@ -35,9 +35,8 @@ def test_fast_bf16_is_known_by_the_flags_of_every_kind_of_cpu(monkeypatch, descr
 def test_the_table_names_everything_a_run_may_be_refused_for():
     asked = {feature for kind in DEVICE_KINDS.values() for feature in kind.lacks} | OTHER_DEVICE.lacks
     assert asked == LACKING
-    assert (
-        DEVICE_KINDS["npu"].lacking("four bit") == "an Ascend NPU" and DEVICE_KINDS["cuda"].lacking("four bit") is None
-    )
+    assert DEVICE_KINDS["npu"].lacking("four bit") == "an Ascend NPU"
+    assert DEVICE_KINDS["cuda"].lacking("four bit") is None
     with pytest.raises(AssertionError):
         DEVICE_KINDS["npu"].lacking("fourbit")  # a feature that no row knows would be offered everywhere
 
@@ -50,19 +49,11 @@ def test_what_is_captured_has_kernels_in_it_and_what_ray_counts_can_be_shown(kin
 
 
 def test_a_process_is_shown_devices_in_the_words_of_their_kind():
-    assert visible_devices_env(DEVICE_KINDS["npu"], ["3", "1"]) == {
-        "ASCEND_RT_VISIBLE_DEVICES": "1,3",
-        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
-    }
-    assert visible_devices_env(DEVICE_KINDS["cuda"], ["0"]) == {
-        "CUDA_VISIBLE_DEVICES": "0",
-        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    }
-    assert (
-        kind_of_resource("NPU") is DEVICE_KINDS["npu"]
-        and kind_of_resource("GPU") is DEVICE_KINDS["cuda"]
-        and kind_of_resource(None) is DEVICE_KINDS["cpu"]
-    )
+    for kind, variable in (("npu", "ASCEND_RT_VISIBLE_DEVICES"), ("cuda", "CUDA_VISIBLE_DEVICES")):
+        shown = visible_devices_env(DEVICE_KINDS[kind], ["3", "1"])
+        assert shown == {variable: "1,3", f"RAY_EXPERIMENTAL_NOSET_{variable}": "1"}
+    for resource, kind in (("NPU", "npu"), ("GPU", "cuda"), (None, "cpu")):
+        assert kind_of_resource(resource) is DEVICE_KINDS[kind]
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests import warm
+from trimtab.distributed import supervision as watching
 from trimtab.distributed.device import find_device
-from trimtab.distributed.launcher import InProcessGroup, Processes, Role
+from trimtab.distributed.launcher import FAILURE, InProcessGroup, Processes, Role, RpcHub
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.errors import RunFailed
 
 LIMIT = 2.0  # seconds that a process may stand still
@@ -50,12 +53,6 @@ class Adder:
 
 
 def serve(folder: Path) -> None:
-    import torch.distributed as dist
-
-    from trimtab.distributed.device import find_device
-    from trimtab.distributed.launcher import FAILURE, RpcHub
-    from trimtab.distributed.process_group import find_world, leave_world
-
     world = find_world(find_device())
     hub = RpcHub(world, {"adder": Adder(world.rank)})
     if not world.is_rank_zero:
@@ -84,11 +81,6 @@ def test_what_a_stranger_writes_into_the_store_is_not_run(tmp_path):
 
 def watched(what: str, folder: Path) -> None:
     """A call in which the second process takes long, or is stopped, or the first lets it wait for the next call."""
-    import trimtab.distributed.supervision as watching
-    from trimtab.distributed.device import find_device
-    from trimtab.distributed.launcher import RpcHub
-    from trimtab.distributed.process_group import find_world, leave_world
-
     os.dup2(os.open(folder / f"said{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
     watching.watch(LIMIT)
     world = find_world(find_device())
@@ -149,9 +141,6 @@ def test_a_call_in_this_process_is_done_when_it_has_been_made():
 
 
 def three_groups(folder: Path) -> None:
-    from trimtab.distributed.launcher import RpcHub
-    from trimtab.distributed.process_group import find_world, leave_world
-
     world = find_world(find_device())
     hub = RpcHub(world, {"clock": Clock(world.rank)})
     if not world.is_rank_zero:

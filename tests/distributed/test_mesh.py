@@ -8,6 +8,7 @@ from torch import nn
 
 from tests import warm
 from trimtab.distributed import fsdp as sharding
+from trimtab.distributed.device import find_device
 from trimtab.distributed.fsdp import shard
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import World, find_world, leave_world
@@ -40,7 +41,7 @@ def test_ranks_and_sizes_that_make_no_mesh_are_refused():
 
 
 def speak_over_two() -> None:
-    world = find_world_on_cpu()
+    world = find_world(find_device())
     split, copied, second = Mesh(world), Mesh(world, replicate=2), Mesh(world, [1])
     for mesh in (split, copied):
         assert (mesh.size, mesh.data_size, mesh.is_rank_zero) == (2, 2, world.rank == 0)
@@ -63,7 +64,7 @@ def test_two_processes_speak_to_each_other():
 
 def speak_over_four() -> None:
     """Three of four, which have a group of their own; four, two by two, in each pair of dimensions."""
-    world = find_world_on_cpu()
+    world = find_world(find_device())
     rank = world.rank
     three = Mesh(world, [0, 2, 3])
     hybrid, cut, shared = Mesh(world, replicate=2), Mesh(world, tensor=2), Mesh(world, context=2)
@@ -95,15 +96,9 @@ def test_four_processes_speak_along_every_dimension():
     assert warm.call_world(speak_over_four, 4) == [0, 0, 0, 0]
 
 
-def find_world_on_cpu() -> World:
-    from trimtab.distributed.device import find_device
-
-    return find_world(find_device())
-
-
 def learn_in_some(folder: Path) -> None:
     """A model over the first and the last of three processes, and one in the second alone."""
-    world = find_world_on_cpu()
+    world = find_world(find_device())
     samples = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
     whole = gradients_of(network(), samples.flatten(0, 1))
     for stage in (0, 3):

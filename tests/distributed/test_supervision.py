@@ -75,16 +75,20 @@ sys.exit(launch_processes(sys.argv[1], sys.argv[2:], 2))
 """
 
 
+def launched(folder: Path, *before: str, **how) -> tuple[subprocess.Popen, list[Path]]:
+    """A launcher whose two processes have begun and wait, and their notes."""
+    words = [*before, sys.executable, "-c", LAUNCH, CRASH, "9", "wait", "60", str(folder)]
+    launcher, notes = subprocess.Popen(words, **how), [folder / f"began{rank}" for rank in (0, 1)]
+    wait_for(lambda: all(note.exists() and note.read_text() for note in notes))
+    return launcher, notes
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
 def test_a_signal_to_the_launcher_reaches_every_process_and_none_outlives_it(tmp_path, number, code):
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, CRASH, "9", "wait", "60", str(tmp_path)],
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
-    )
-    notes = [tmp_path / f"began{rank}" for rank in (0, 1)]
-    wait_for(lambda: all(note.exists() and note.read_text() for note in notes))
+    # The tests themselves may run under nohup.
+    launcher, notes = launched(tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
     launcher.send_signal(number)
     assert launcher.wait(20) == code
     wait_for(lambda: (tmp_path / "asked0").exists() and (tmp_path / "asked1").exists())
@@ -92,10 +96,8 @@ def test_a_signal_to_the_launcher_reaches_every_process_and_none_outlives_it(tmp
 
 
 def test_a_launcher_that_was_started_to_ignore_hangups_does(tmp_path):
-    words = ["nohup", sys.executable, "-c", LAUNCH, CRASH, "9", "wait", "60", str(tmp_path)]
-    launcher = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    notes = [tmp_path / f"began{rank}" for rank in (0, 1)]
-    wait_for(lambda: all(note.exists() and note.read_text() for note in notes))
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    launcher, notes = launched(tmp_path, "nohup", **silent)
     launcher.send_signal(signal.SIGHUP)
     time.sleep(0.5)
     assert launcher.poll() is None and all(is_alive(note) for note in notes)

@@ -54,6 +54,23 @@ def test_tensors_in_another_order_than_was_told_are_noticed():
         list(pack_buckets(reversed(sent.items()), plan_buckets(tensor_specs(sent.items())), CPU))
 
 
+def connect(*targets, patience: float = 30.0):
+    """A sender, a process of each of these functions that is connected with it, and what they put there."""
+    context = multiprocessing.get_context("fork")
+    seats, results, plans = context.Queue(), context.Queue(), [context.Queue() for _ in targets]
+    receivers = [context.Process(target=run, args=(seats, own, results)) for run, own in zip(targets, plans)]
+    for receiver in receivers:
+        receiver.start()
+    sender = TransferSender(CPU)
+    offer, found = sender.offer(), [seats.get(timeout=30) for _ in targets]
+    specs = tensor_specs(weights().items())
+    plan = plan_transfer([offer], found, backend="gloo", tensors=specs, about={}, patience=patience)
+    for own in plans:
+        own.put(plan)
+    sender.open(plan)
+    return sender, receivers, results
+
+
 def receive_twice(seats, plans, results):
     seats.put(describe_receiver(CPU))
     link = join_as_receiver(plans.get(), CPU)
@@ -64,21 +81,7 @@ def receive_twice(seats, plans, results):
 
 
 def test_two_receivers_get_what_is_sent_and_again_after_it_has_changed():
-    context = multiprocessing.get_context("fork")
-    seats, results = context.Queue(), context.Queue()
-    plans = [context.Queue(), context.Queue()]
-    receivers = [context.Process(target=receive_twice, args=(seats, own, results)) for own in plans]
-    for receiver in receivers:
-        receiver.start()
-    outgoing = TransferSender(CPU)
-    offer = outgoing.offer()
-    found = [seats.get(timeout=30) for _ in receivers]
-    plan = plan_transfer(
-        [offer], found, backend="gloo", tensors=tensor_specs(weights().items()), about={}, patience=30.0
-    )
-    for own in plans:
-        own.put(plan)
-    outgoing.open(plan)
+    outgoing, receivers, results = connect(receive_twice, receive_twice)
     for seed in range(2):
         outgoing.send(weights(seed).items())
         expected = {name: tensor.float().sum().item() for name, tensor in weights(seed).items()}
@@ -112,24 +115,7 @@ def test_a_receiver_that_dies_ends_nobodys_gathering_or_taking_in(monkeypatch):
     monkeypatch.setattr(
         "trimtab.distributed.weight_transfer.plan_buckets", lambda tensors: plan_buckets(tensors, bucket=16)
     )
-    context = multiprocessing.get_context("fork")
-    seats, results = context.Queue(), context.Queue()
-    plans = [context.Queue(), context.Queue()]
-    dying, other = (
-        context.Process(target=target, args=(seats, own, results))
-        for target, own in zip((receive_and_die, receive_what_comes), plans)
-    )
-    dying.start()
-    other.start()
-    outgoing = TransferSender(CPU)
-    offer = outgoing.offer()
-    found = [seats.get(timeout=30) for _ in plans]
-    plan = plan_transfer(
-        [offer], found, backend="gloo", tensors=tensor_specs(weights().items()), about={}, patience=600.0
-    )
-    for own in plans:
-        own.put(plan)
-    outgoing.open(plan)
+    outgoing, (dying, other), results = connect(receive_and_die, receive_what_comes, patience=600.0)
     gathered = []
 
     def gathering():

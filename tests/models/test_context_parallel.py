@@ -5,9 +5,8 @@ import pytest
 
 from tests import warm
 from tests.models import sharing
-from tests.tiny import tiny_model
+from tests.train.job_run import write_model
 from trimtab.data.batches import Span
-from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.parallel.context_parallel import RowSharding
 
 LONG_ROW = [Span(0, 257)]
@@ -66,7 +65,7 @@ def test_so_do_four():
 
 @pytest.mark.long
 def test_so_do_four_that_share_layers_too(tmp_path):
-    tokenizer, cases = make_tokenizer(), []
+    cases = []
     for family, job, words in [
         ("llama", "sft", "--ring_head_stride 2"),
         ("qwen3", "sft", "--gradient_checkpointing"),
@@ -75,7 +74,6 @@ def test_so_do_four_that_share_layers_too(tmp_path):
         ("llama", "sft", "--lora_rank 4"),
     ]:
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
-        tiny_model(family, vocab_size=64, **heads).save_pretrained(tmp_path / family)
-        tokenizer.save_pretrained(tmp_path / family)
+        write_model(tmp_path / family, family, vocab_size=64, **heads)
         cases.append((job, str(tmp_path / family), words))
     assert warm.call_world(sharing.compare_loaded, 4, cases) == [0] * 4

@@ -1,16 +1,16 @@
 """Four processes that split a model in two ways learn what one does: --zpg, --shard_size, --overlap_comm."""
 
+import numpy as np
 import pytest
 import torch
 
 from tests import warm
 from tests.models.splitting import load_split, options_of, values
-from tests.tiny import tiny_model
+from tests.train.job_run import write_model
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
 from trimtab.distributed.fsdp import local, reshard_model, whole
 from trimtab.distributed.process_group import find_world, leave_world
-from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.activation_memory import ActivationOffload
 from trimtab.models.packed import scoring
 from trimtab.models.parallel.sharded_model import mesh_of
@@ -28,22 +28,14 @@ LENGTHS = ((9, 14), (6,), (5, 8), (11, 3))  # of the sequences in every process'
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for family in {family for family, _ in SETTINGS}:
-        tiny_model(family, vocab_size=len(make_tokenizer())).save_pretrained(folder / family)
-        make_tokenizer().save_pretrained(folder / family)
+        write_model(folder / family, family)
     return folder
 
 
 def batches():
     draw = torch.Generator().manual_seed(0)
-    return [
-        TokenBatch.of(
-            [
-                (torch.randint(5, 20, (length,), generator=draw).numpy(), torch.arange(length).numpy() >= 1)
-                for length in row
-            ]
-        )
-        for row in LENGTHS
-    ]
+    ids = [[torch.randint(5, 20, (length,), generator=draw).numpy() for length in row] for row in LENGTHS]
+    return [TokenBatch.of([(own, np.arange(len(own)) >= 1) for own in row]) for row in ids]
 
 
 def gradients(model, rows, factor):

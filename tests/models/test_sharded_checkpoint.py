@@ -22,7 +22,7 @@ from tests.models.splitting import (
     save_over_machines,
 )
 from tests.rewards.encoder import write_encoder
-from tests.tiny import tiny_model
+from tests.train.job_run import assert_same_tensors, write_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.parallel.sharded_checkpoint import SafetensorsWriter
 from trimtab.models.reward import AutoClassifier, rename_head
@@ -43,17 +43,14 @@ KINDS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    tokenizer = make_tokenizer()
     for family in {family for _, family, _ in KINDS.values()} - {"renamed"}:
-        tied = {"tie_word_embeddings": True} if family == "qwen3" else {}
-        tiny_model(family, vocab_size=len(tokenizer), **tied).save_pretrained(folder / family)
-        tokenizer.save_pretrained(folder / family)
-    reward = AutoModelForSequenceClassification.from_pretrained(folder / "llama", num_labels=1)
-    reward.save_pretrained(folder / "renamed")
-    tokenizer.save_pretrained(folder / "renamed")
+        write_model(folder / family, family, **({"tie_word_embeddings": True} if family == "qwen3" else {}))
+    llama = AutoModelForSequenceClassification.from_pretrained(folder / "llama", num_labels=1)
+    granite = AutoClassifier.from_pretrained(folder / "granite")
+    for name, reward in (("renamed", llama), ("granite_reward", granite)):
+        reward.save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
     rename_head(folder / "renamed", "score", "value_head")
-    AutoClassifier.from_pretrained(folder / "granite").save_pretrained(folder / "granite_reward")
-    tokenizer.save_pretrained(folder / "granite_reward")
     write_encoder(folder / "encoder")
     return folder
 
@@ -134,10 +131,7 @@ def test_pickled_weights_are_read_whole_and_that_is_said(folder, tmp_path):
 def test_what_all_save_together_is_what_one_saves_that_holds_it_whole(folder, tmp_path, job, family, words, file_bytes):
     assert warm.call_world(save, 2, job, str(folder / family), words, tmp_path, file_bytes) == [0, 0]
     split, whole = tmp_path / "split", tmp_path / "whole"
-    tensors, expected = tensors_of(split), tensors_of(whole)
-    assert tensors.keys() == expected.keys()
-    for name in expected:
-        assert tensors[name].dtype == expected[name].dtype and torch.equal(tensors[name], expected[name]), name
+    assert_same_folders(split, whole)
     others = {path.name for path in whole.iterdir() if path.suffix != ".safetensors"}
     assert {path.name for path in split.iterdir() if path.suffix != ".safetensors"} - others <= {INDEX}
     for name in others:
@@ -145,6 +139,12 @@ def test_what_all_save_together_is_what_one_saves_that_holds_it_whole(folder, tm
 
 
 INDEX = "model.safetensors.index.json"
+
+
+def assert_same_folders(folder, other):
+    tensors, expected = tensors_of(folder), tensors_of(other)
+    assert_same_tensors(tensors, expected)
+    assert all(tensors[name].dtype == expected[name].dtype for name in expected)
 
 
 def tensors_of(folder):
@@ -160,15 +160,12 @@ def test_a_folder_in_many_files_loads_as_any_other(folder, tmp_path):
     assert warm.call_world(save, 2, "sft", str(folder / "mixtral"), "", tmp_path, 20_000) == [0, 0]
     assert len(list((tmp_path / "split").glob("*.safetensors"))) > 2
     loaded, expected = (AutoModelForCausalLM.from_pretrained(p) for p in (tmp_path / "split", folder / "mixtral"))
-    for (name, ours), theirs in zip(loaded.named_parameters(), expected.parameters()):
-        assert torch.equal(ours, theirs), name
+    assert_same_tensors(loaded.state_dict(), expected.state_dict())
 
 
 def test_processes_that_do_not_see_the_folder_leave_the_files_to_those_that_do(folder, tmp_path):
     assert warm.call_world(save_over_machines, 2, str(folder / "llama"), tmp_path) == [0, 0]
-    tensors, expected = tensors_of(tmp_path / "split"), tensors_of(folder / "llama")
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert_same_folders(tmp_path / "split", folder / "llama")
     assert len(list((tmp_path / "split").glob("*.safetensors"))) > 2
 
 

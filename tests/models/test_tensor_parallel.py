@@ -1,12 +1,14 @@
 """A model whose layers are cut over processes is the model that one process holds."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from tests import warm
 from tests.models.cutting import compare_heads, compare_with_one_process, plant_faults
 from tests.models.splitting import compare, compare_frozen, save
-from tests.models.test_sharded_checkpoint import tensors_of
+from tests.models.test_sharded_checkpoint import assert_same_folders
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_tokenizer
 
@@ -48,12 +50,11 @@ LONG = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The folder of a model, written when it is asked for."""
-    folder = tmp_path_factory.mktemp("models")
 
+    @cache
     def written(name):
-        place = folder / name.replace(" ", "_")
-        if not place.exists():
-            write(place, *MODELS[name])
+        place = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        write(place, *MODELS[name])
         return str(place)
 
     return written
@@ -138,7 +139,4 @@ def test_a_model_that_only_scores_is_cut_too(model, job, name, words):
 def test_a_model_that_is_cut_is_saved_as_one_that_is_whole(model, tmp_path, job, name, words):
     words = f"{words} --ds_tensor_parallel_size 2"
     assert warm.call_world(save, 4, job, model(name), words, tmp_path, 10_000) == [0] * 4
-    tensors, expected = tensors_of(tmp_path / "split"), tensors_of(tmp_path / "whole")
-    assert tensors.keys() == expected.keys()
-    for name in expected:
-        assert tensors[name].dtype == expected[name].dtype and torch.equal(tensors[name], expected[name]), name
+    assert_same_folders(tmp_path / "split", tmp_path / "whole")

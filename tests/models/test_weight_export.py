@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.tiny import tiny_model
+from tests.train.job_run import assert_same_tensors
 from trimtab.config.training_options import LoraOptions
 from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
@@ -22,14 +24,10 @@ def handed_over(policy: Policy, **how) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "mixtral", "qwen2_moe", "gpt2"])
 def test_the_tensors_are_those_of_a_saved_folder(family, tmp_path):
-    from safetensors.torch import load_file
-
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    found = handed_over(Policy(model))
-    assert found.keys() == saved.keys()
-    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert_same_tensors(handed_over(Policy(model)), saved)
 
 
 def adapted(family: str = "llama") -> Policy:
@@ -56,14 +54,10 @@ def test_a_model_with_merged_adapters_answers_as_with_them(family, tmp_path):
 
 
 def test_adapters_come_under_pefts_names(tmp_path):
-    from safetensors.torch import load_file
-
     policy = adapted()
     policy.model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    found = handed_over(policy, adapters=True)
-    assert found.keys() == saved.keys()
-    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    assert_same_tensors(handed_over(policy, adapters=True), saved)
     config = WeightExport(policy, bf16=False, adapters=True).adapter_config()
     assert (config["r"], config["lora_alpha"]) == (4, 8) and any("q_proj" in m for m in config["target_modules"])
 

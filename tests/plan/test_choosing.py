@@ -7,9 +7,7 @@ import math
 import pytest
 import yaml
 
-from tests.cli.sft_job import write_model, write_rows
-from tests.tiny import tiny_model
-from trimtab.cli.main import main
+from tests.plan.conftest import LAYERS
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parser import parse
 from trimtab.distributed.process_group import World
@@ -21,16 +19,13 @@ from trimtab.plan.speed import ENOUGH, TimeModel
 from trimtab.plan.workload import RowShape, Work
 from trimtab.train.launch import with_planned_micro_batches
 
-LAYERS = 6
 OPEN = {"bf16": True, "gradient_checkpointing": True, "gradient_checkpointing_layers": "auto"}
 WORK = Work(RowShape(0, 64), 2**22, 64)  # a step of many passes
 
 
 @pytest.fixture(scope="module")
-def memory(tmp_path_factory) -> ProcessMemory:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama", num_hidden_layers=LAYERS).save_pretrained(folder)
-    options = SFTOptions(pretrain=str(folder), **OPEN)
+def memory(model) -> ProcessMemory:
+    options = SFTOptions(pretrain=model, **OPEN)
     return Planner(options, ClusterHardware(NAMED["H200"]), WORK, propose=True).bare_process()
 
 
@@ -104,28 +99,13 @@ def test_passes_of_a_step_are_about_as_large_as_each_other(memory):
     memory.work = WORK
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-    write_model(tmp_path / "model", num_hidden_layers=LAYERS)
-    write_rows(tmp_path / "rows.jsonl", [{"input": f"{i}?", "output": "yes " * (1 + i % 5)} for i in range(16)])
-    return tmp_path
-
-
-def train(place, name: str, *words: str) -> list[float]:
-    common = {"pretrain": "model", "dataset": "rows.jsonl", "output_key": "output", "max_len": 64, "max_epochs": 1}
-    common |= {"train_batch_size": 8, "micro_train_batch_size": 8, "learning_rate": 1e-2, "save_path": name}
-    assert main(["sft", *(f"--{key}={value}" for key, value in common.items()), *words]) == 0
-    return [json.loads(line)["loss"] for line in (place / name / "metrics.jsonl").open()]
-
-
 @pytest.mark.long
-def test_a_run_that_leaves_it_open_says_how_many_layers_recompute_and_learns_the_same(place, monkeypatch, capsys):
-    auto = ("--gradient_checkpointing", "--gradient_checkpointing_layers", "auto")
-    plain = train(place, "plain")
+def test_a_run_that_leaves_it_open_says_how_many_layers_recompute_and_learns_alike(place, train, monkeypatch, capsys):
+    eight = "--micro_train_batch_size 8"
+    plain = train("plain", eight)
     monkeypatch.setattr(ProcessMemory, "room", property(lambda self: self.at(10**6, 2).peak))
-    assert train(place, "tight", *auto) == plain
+    tight = train("tight", f"{eight} --gradient_checkpointing --gradient_checkpointing_layers auto")
+    assert [row["loss"] for row in tight] == [row["loss"] for row in plain]
     said = capsys.readouterr().out
     options = yaml.safe_load((place / "tight/options.yaml").read_text())
     assert options["gradient_checkpointing"] and options["gradient_checkpointing_layers"] == 2

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from tests.tiny import tiny_model
 from trimtab.config.parser import parse
 from trimtab.config.resolved_config import settle
 from trimtab.config.rl_jobs import GRPOOptions, PPOOptions
@@ -19,13 +18,6 @@ DEVICE = Hardware("small", 64 * 2**20, 1e12, 1e12, 1e11, link=1e10)
 TWO = ClusterHardware(DEVICE, 2, 4, 4e9)
 WORDS = """--prompt_max_len 16 --generate_max_len 16 --rollout_batch_size 32 --train_batch_size 32 --bf16
     --gradient_checkpointing --zero_stage 3 --ray"""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama", num_hidden_layers=6).config.save_pretrained(folder)
-    return str(folder)
 
 
 def ppo(model, *more, job=PPOOptions):

@@ -2,13 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
-from tests.cli.sft_job import write_model, write_rows
+from tests.train.job_run import assert_same_tensors, weights
 from tests.train.rl import rl_run
 from trimtab.cli.main import main
 from trimtab.config.jobs import TRAINED, SFTOptions
@@ -82,43 +82,31 @@ def test_on_a_cpu_every_job_cuts_passes_by_tokens_unless_told_otherwise(job):
         assert cut("--max_len", "9000").train_max_tokens_per_gpu in (9000, 18000), "a sample, or a pair of two"
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-    write_model(tmp_path / "model")
-    write_rows(tmp_path / "rows.jsonl", [{"input": f"{i}?", "output": "yes " * (1 + i % 5)} for i in range(16)])
-    return tmp_path
+def options_and_manifest(out: Path) -> tuple[dict, dict]:
+    return yaml.safe_load((out / "options.yaml").read_text()), json.loads((out / "manifest.json").read_text())
 
 
-def run(*words: str) -> int:
-    common = {"pretrain": "model", "dataset": "rows.jsonl", "output_key": "output", "max_len": 64, "max_epochs": 1}
-    common |= {"train_batch_size": 8, "learning_rate": 1e-2}
-    return main(["sft", *(f"--{name}={value}" for name, value in common.items()), *words])
-
-
-def test_passes_by_tokens_are_said_written_down_and_learn_the_same(place, capsys):
-    assert run("--dry_run", "--save_path", "default") == 0
+def test_passes_by_tokens_are_said_written_down_and_learn_the_same(place, train, capsys):
+    train("default", "--dry_run")
     assert "passes of up to 2,048 tokens" in capsys.readouterr().out
-    assert run("--save_path", "default", "--report_samples", "0") == 0
+    by_tokens = train("default", "--report_samples 0")
     assert "passes of up to 2,048 tokens" in capsys.readouterr().out
-    options = yaml.safe_load((place / "default/options.yaml").read_text())
+    options, manifest = options_and_manifest(place / "default")
     assert options["packing_samples"] and options["train_max_tokens_per_gpu"] == 2048
-    assert json.loads((place / "default/manifest.json").read_text())["passes"] == {"tokens": 2048}
+    assert manifest["passes"] == {"tokens": 2048}
     assert "train_max_tokens_per_gpu" in (place / "default/report.html").read_text()
     assert main(["sft", "--config", "default/options.yaml", "--save_path", "again"]) == 0
-    assert run("--micro_train_batch_size", "2", "--save_path", "plain") == 0
-    names = ("default", "again", "plain")
-    rows = [[json.loads(line) for line in (place / name / "metrics.jsonl").open()] for name in names]
+    again = read_rows(place / "again/metrics.jsonl")
+    rows = [by_tokens, again, train("plain", "--micro_train_batch_size 2")]
     assert [row[0]["micro_batches"] for row in rows] == [1, 1, 4]
     losses = [[row["loss"] for row in own] for own in rows]
     assert losses[0] == losses[1] and losses[0] == pytest.approx(losses[2], rel=1e-5)
 
 
-def test_a_run_that_was_begun_by_samples_goes_on_by_samples(place, capsys):
-    fixed = ["--save_path", "run", "--save_steps", "1", "--train_batch_size", "16", "--max_epochs", "2"]
-    assert run(*fixed, "--micro_train_batch_size", "8") == 0
-    whole = load_file("run/model.safetensors")
+def test_a_run_that_was_begun_by_samples_goes_on_by_samples(place, train, capsys):
+    fixed = "--save_steps 1 --train_batch_size 16 --max_epochs 2"
+    train("run", f"{fixed} --micro_train_batch_size 8")
+    whole = weights(place / "run")
     checkpoints = place / "run/checkpoints"
     shutil.rmtree(checkpoints / "global_step2")
     (checkpoints / "latest").write_text("global_step1")
@@ -127,62 +115,59 @@ def test_a_run_that_was_begun_by_samples_goes_on_by_samples(place, capsys):
     assert state["manifest"].pop("passes") == {"samples": 8}
     (checkpoints / "global_step1/state.json").write_text(seal_state(state, 1, state[PARTS]))
     capsys.readouterr()
-    assert run(*fixed, "--load_checkpoint") == 0
+    rows = train("run", f"{fixed} --load_checkpoint")
     assert "resumed from" in (told := capsys.readouterr().out) and "passes of up to" not in told
-    assert [row["micro_batches"] for row in read_rows(place / "run/metrics.jsonl")] == [2, 2]
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in load_file("run/model.safetensors").items())
-    assert not yaml.safe_load((place / "run/options.yaml").read_text())["packing_samples"]
+    assert [row["micro_batches"] for row in rows] == [2, 2]
+    assert_same_tensors(weights(place / "run"), whole)
+    assert not options_and_manifest(place / "run")[0]["packing_samples"]
 
 
-def test_a_model_that_takes_padded_rows_keeps_passes_of_samples(place, capsys):
-    words = ["--attn_implementation", "eager", "--train_batch_size", "16", "--save_path", "padded"]
-    assert run(*words, "--dry_run") == 0 and "passes of up to" not in capsys.readouterr().out
-    assert run(*words) == 0
+def test_a_model_that_takes_padded_rows_keeps_passes_of_samples(place, train, capsys):
+    words = "--attn_implementation eager --train_batch_size 16"
+    train("padded", f"{words} --dry_run")
+    assert "passes of up to" not in capsys.readouterr().out
+    rows = train("padded", words)
     assert "samples are padded" in (told := capsys.readouterr().out) and "passes of up to" not in told
-    assert read_rows(place / "padded/metrics.jsonl")[0]["micro_batches"] == 2
-    assert json.loads((place / "padded/manifest.json").read_text())["passes"] == {"samples": 8}
-    assert not yaml.safe_load((place / "padded/options.yaml").read_text())["packing_samples"]
+    options, manifest = options_and_manifest(place / "padded")
+    assert rows[0]["micro_batches"] == 2 and manifest["passes"] == {"samples": 8} and not options["packing_samples"]
 
 
 def test_an_rl_run_cuts_by_tokens_and_one_of_padded_rows_by_samples(tmp_path, monkeypatch, capsys):
     rl_run.write_task(tmp_path)
     words = rl_run.arguments(tmp_path, tmp_path / "out", "grpo", "--max_steps 1")
-    place = words.index("--micro_train_batch_size")
-    words = [*words[:place], *words[place + 2 :]]
+    words = rl_run.without(words, "--micro_train_batch_size")
     assert main(words) == 0
     assert "passes of up to 2,048 tokens" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out/manifest.json").read_text())["passes"] == {"tokens": 2048}
+    assert options_and_manifest(tmp_path / "out")[1]["passes"] == {"tokens": 2048}
     described = PolicyTrainer.describe  # the built-in engine takes no such model, but vLLM does
     monkeypatch.setattr(PolicyTrainer, "describe", lambda actor: described(actor) | {"path": "padded"})
     assert main([*words, "--overwrite"]) == 0
     assert "passes of up to" not in capsys.readouterr().out
-    assert json.loads((tmp_path / "out/manifest.json").read_text())["passes"] == {"samples": 4}
+    assert options_and_manifest(tmp_path / "out")[1]["passes"] == {"samples": 4}
 
 
-def test_a_planned_run_says_what_it_planned_and_what_it_took_and_learns_the_same(place, capsys):
-    assert run("--fit_memory", "--save_path", "planned") == 0
+def test_a_planned_run_says_what_it_planned_and_what_it_took_and_learns_the_same(place, train, capsys):
+    planned = train("planned", "--fit_memory")
     told = capsys.readouterr().out
     assert "by plan" in told and "GiB planned" in told and "GiB measured at the peak" in told
-    options = yaml.safe_load((place / "planned/options.yaml").read_text())
+    options, manifest = options_and_manifest(place / "planned")
     assert options["packing_samples"] and options["train_max_tokens_per_gpu"] and options["fit_memory"] is False
-    planned = json.loads((place / "planned/manifest.json").read_text())["planned_memory_gib"]
-    assert 0.01 < planned < 10
-    assert run("--micro_train_batch_size", "2", "--save_path", "plain") == 0
+    assert 0.01 < manifest["planned_memory_gib"] < 10
+    plain = train("plain", "--micro_train_batch_size 2")
     assert "by plan" not in capsys.readouterr().out
-    rows = [[json.loads(line) for line in (place / name / "metrics.jsonl").open()] for name in ("planned", "plain")]
-    assert options["train_max_tokens_per_gpu"] == max(row["tokens"] for row in rows[0]), "the largest step of the run"
-    assert rows[0][0]["micro_batches"] == 1 and rows[1][0]["micro_batches"] == 4
-    assert [row["loss"] for row in rows[0]] == pytest.approx([row["loss"] for row in rows[1]], rel=1e-5)
+    assert options["train_max_tokens_per_gpu"] == max(row["tokens"] for row in planned), "the largest step of the run"
+    assert planned[0]["micro_batches"] == 1 and plain[0]["micro_batches"] == 4
+    assert [row["loss"] for row in planned] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
 
 
-def test_a_model_that_cannot_be_planned_is_refused_only_where_a_plan_was_asked_for(place, monkeypatch, capsys):
+def test_a_model_that_cannot_be_planned_is_refused_only_where_a_plan_was_asked_for(train, monkeypatch, capsys):
     def broken(*_, **__):
         raise NotImplementedError("it looks at contents\nand more")
 
     monkeypatch.setattr("trimtab.plan.memory.ProcessMemory.at", broken)
-    assert run("--fit_memory") == 2
+    train("refused", "--fit_memory", code=2)
     assert "--pretrain model cannot be planned: it looks at contents\n" in capsys.readouterr().err
     monkeypatch.setattr("trimtab.train.launch.is_wanted", lambda *_: True)
     monkeypatch.setattr("trimtab.train.launch.uses_default_tokens", lambda *_: False)
-    assert run("--save_path", "plain") == 0
+    train("plain")
     assert "it looks at contents); passes of 8 samples" in capsys.readouterr().out

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from tests.tiny import tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parser import parse
 from trimtab.config.resolved_config import settle
@@ -16,13 +15,6 @@ from trimtab.plan.workload import supposed, write_config
 
 MIB = 2**20
 DEVICE = Hardware("small", 64 * MIB, 1e12, 1e12, 1e11, link=1e10)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama", num_hidden_layers=6).config.save_pretrained(folder)
-    return str(folder)
 
 
 def sft(pretrain, words=""):

@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import warm
-from trimtab.distributed.fsdp import Block
+from trimtab.distributed.device import find_device
+from trimtab.distributed.fsdp import Block, blocks_of
 from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.train import checkpoint as tensor_parts
 from trimtab.train.checkpoint import ShardedTensors, write_file, write_sharded
 
@@ -114,12 +121,6 @@ def test_numbers_without_dimensions_and_tensors_without_numbers_are_kept(tmp_pat
 
 
 def write_and_read_in_two(folder: Path) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    from trimtab.distributed.device import find_device
-    from trimtab.distributed.process_group import find_world, leave_world
-
     mesh = Mesh(find_world(find_device()))
     torch_mesh = mesh.for_sharding()
     even = torch.arange(96.0).reshape(8, 12)
@@ -157,13 +158,6 @@ def test_two_processes_read_each_others_rows_columns_copies_and_stripes(tmp_path
 
 def write_and_read_in_four(folder: Path) -> None:
     """Two by two; the last way is how FSDP splits over what tensor parallelism has split before."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from trimtab.distributed.device import find_device
-    from trimtab.distributed.process_group import find_world, leave_world
-
     mesh = Mesh(find_world(find_device()))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     tensor = torch.arange(101.0 * 6).reshape(101, 6)
@@ -196,15 +190,7 @@ def test_four_processes_read_blocks_of_any_two_dimensions(tmp_path):
 
 def blocks_in_a_pretended_process(rows: int, shards: int, rank: int) -> None:
     """Of rows that do not divide, cut over two and then split."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from trimtab.distributed.fsdp import blocks_of
-
-    dist.init_process_group("fake", rank=rank, world_size=2 * shards, store=FakeStore())
+    torch.distributed.init_process_group("fake", rank=rank, world_size=2 * shards, store=FakeStore())
     mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("shard", "tensor"))
     whole = torch.arange(2.0 * rows).reshape(rows, 2)
     layer = torch.nn.Linear(2, rows, bias=False)

@@ -3,10 +3,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests import warm
 from trimtab.config.training_options import SCHEDULERS
+from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.process_group import find_world, leave_world
 from trimtab.train.checkpoint import ShardedTensors, write_sharded
 from trimtab.train.optimizer import Optimizer, total_norm
 
@@ -19,7 +22,8 @@ def settings(**changes):
     return SimpleNamespace(**(values | changes))
 
 
-def make(net, options, steps, *, fused):
+def make(net, steps=10, *, fused=False, **changes):
+    options = settings(**changes)
     return Optimizer(net, options, steps, learning_rate=options.learning_rate, fused=fused)
 
 
@@ -39,7 +43,7 @@ def backward(net, seed, scale=1.0):
 
 def test_equals_torch_adamw_with_clipping_and_undecayed_vectors():
     ours, theirs = network(), network()
-    optimizer = make(ours, settings(), 10, fused=False)
+    optimizer = make(ours)
     matrices = [p for p in theirs.parameters() if p.ndim >= 2]
     vectors = [p for p in theirs.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -57,7 +61,7 @@ def test_equals_torch_adamw_with_clipping_and_undecayed_vectors():
 def test_adams_epsilon_is_the_one_that_was_asked_for():
     net = network()
     before = net[0].weight.detach().clone()
-    optimizer = make(net, settings(l2=0.0, max_norm=0.0, adam_eps=0.5), 10, fused=False)
+    optimizer = make(net, l2=0.0, max_norm=0.0, adam_eps=0.5)
     backward(net, 0)
     gradient = net[0].weight.grad.clone()
     optimizer.step(0)
@@ -67,7 +71,7 @@ def test_adams_epsilon_is_the_one_that_was_asked_for():
 
 def test_small_updates_survive_in_the_fp32_masters_of_bf16_weights():
     net = network(torch.bfloat16)
-    optimizer = make(net, settings(learning_rate=1e-6, l2=0.0), 1000, fused=False)
+    optimizer = make(net, 1000, learning_rate=1e-6, l2=0.0)
     start = {n: m.clone() for n, m in optimizer.masters.items()}
     for step in range(50):
         backward(net, step)
@@ -80,7 +84,7 @@ def test_small_updates_survive_in_the_fp32_masters_of_bf16_weights():
 
 def test_gradients_of_bf16_weights_add_up_in_fp32():
     net = network(torch.bfloat16)
-    optimizer = make(net, settings(), 10, fused=False)
+    optimizer = make(net)
     expected = torch.zeros(8, 4)
     for step in range(32):
         single = network(torch.bfloat16)
@@ -94,7 +98,7 @@ def test_gradients_of_bf16_weights_add_up_in_fp32():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_moves_nothing(bad):
     net = network()
-    optimizer = make(net, settings(), 10, fused=False)
+    optimizer = make(net)
     backward(net, 0)
     optimizer.step(0)
     before = {k: v.clone() for k, v in optimizer.state().items()}
@@ -110,12 +114,12 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad):
 @pytest.mark.parametrize("fused", [False, True])
 def test_restored_state_continues_bit_for_bit(tmp_path, dtype, fused):
     straight, resumed = network(dtype), network(dtype)
-    first = make(straight, settings(), 10, fused=fused)
+    first = make(straight, fused=fused)
     for step in range(3):
         backward(straight, step)
         first.step(step)
     write_sharded(tmp_path, first.state(), Mesh(), 1)
-    second = make(resumed, settings(), 10, fused=fused)
+    second = make(resumed, fused=fused)
     second.restore(ShardedTensors(tmp_path))
     for step in range(3, 6):
         for net, optimizer in ((straight, first), (resumed, second)):
@@ -126,7 +130,7 @@ def test_restored_state_continues_bit_for_bit(tmp_path, dtype, fused):
 
 
 def test_schedule_warms_up_then_falls_to_its_floor():
-    optimizer = make(network(), settings(lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.1), 100, fused=False)
+    optimizer = make(network(), 100, lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.1)
     assert optimizer.rate(0) == pytest.approx(1e-3) and optimizer.rate(4) == pytest.approx(5e-3)
     assert optimizer.rate(9) == optimizer.rate(10) == pytest.approx(1e-2)
     assert optimizer.rate(55) == pytest.approx(5.5e-3), "halfway between peak and floor"
@@ -137,7 +141,7 @@ def test_schedule_warms_up_then_falls_to_its_floor():
 def test_every_step_of_every_schedule_and_length_has_a_rate(name):
     for ratio in (0.0, 0.03, 0.5, 1.0):
         for steps in (1, 2, 3, 10, 33, 34, 100):
-            optimizer = make(network(), settings(lr_scheduler=name, lr_warmup_ratio=ratio), steps, fused=False)
+            optimizer = make(network(), steps, lr_scheduler=name, lr_warmup_ratio=ratio)
             rates = [optimizer.rate(step) for step in range(steps)]
             assert all(rate > 0 for rate in rates), (ratio, steps)
             assert max(rates) == pytest.approx(1e-2)
@@ -146,11 +150,6 @@ def test_every_step_of_every_schedule_and_length_has_a_rate(name):
 
 
 def norms_in_two_processes() -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from trimtab.distributed.device import find_device
-    from trimtab.distributed.process_group import find_world, leave_world
-
     mesh = Mesh(find_world(find_device())).for_sharding()
     gradients = [torch.randn(5, 3, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     ways = [(Replicate(),), (Shard(0),), (Shard(1),), None, (Shard(0),), (Replicate(),)]
@@ -170,7 +169,7 @@ def test_sleeping_between_steps_changes_nothing(dtype):
     results = []
     for sleeps in (False, True):
         net = network(dtype)
-        optimizer = make(net, settings(), 4, fused=True)
+        optimizer = make(net, 4, fused=True)
         for step in range(3):
             backward(net, step)
             optimizer.step(step)

@@ -7,6 +7,7 @@ import socket
 import time
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +16,11 @@ from tests.train.every_loop import LOOPS, signal_in_step, words
 from trimtab.cli.main import main
 from trimtab.errors import UserError
 from trimtab.files import is_unfinished, locked, mark_unfinished
+from trimtab.models import save
 from trimtab.models.pretrained import check_model_folder
 from trimtab.report.run_data import read_run
 from trimtab.train.metrics import read_rows
+from trimtab.train.run_directory import RunDirectory, compare_manifests
 
 # ---- one run at a time
 
@@ -46,8 +49,6 @@ def waiting_run(command, out):
 
 
 def wait_before_the_end():
-    from trimtab.train.run_directory import RunDirectory
-
     def wait(folder):
         (folder.path / "waiting").touch()
         time.sleep(60)
@@ -123,8 +124,6 @@ def test_killed_while_its_model_is_moved_in_a_folder_is_no_model(tasks, tmp_path
 
 
 def die_before_move(number):
-    from trimtab.models import save
-
     plain, moved = save.move, 0
 
     def move(source, place):
@@ -154,3 +153,10 @@ def test_an_unfinished_adapter_is_not_merged(tasks, tmp_path, capsys):
     words_ = ["--model_path", f"{tasks}/model", "--lora_path", str(tmp_path), "--output_path", f"{tmp_path}/out"]
     assert main(["lora-combine", *words_]) == 2
     assert "has not finished" in capsys.readouterr().err
+
+
+def test_weights_of_other_files_are_refused():
+    for first, second in (("files-12", "files-34"), ("12", "34")):
+        with pytest.raises(UserError, match="its initial weights differ"):
+            compare_manifests({"initial_weights": first}, {"initial_weights": second}, Path("checkpoint"))
+    assert compare_manifests({"initial_weights": "files-12"}, {"initial_weights": "files-12"}, Path("checkpoint")) == []

@@ -23,10 +23,10 @@ def cluster(monkeypatch, tmp_path):
     """Two nodes that answer what `look` makes of a request, and what was asked of them."""
     asked = []
 
-    def set_up(look=lambda answer, request, node: answer):
-        monkeypatch.setattr(module, "TO_APPEAR", 0.3)
-        monkeypatch.setattr(module, "living_nodes", lambda: nodes(1, 1))
+    monkeypatch.setattr(module, "TO_APPEAR", 0.3)
+    monkeypatch.setattr(module, "living_nodes", lambda: nodes(1, 1))
 
+    def set_up(look=lambda answer, request, node: answer):
         def answers(used, request, stop):
             asked.append(request)
             return {node.id: look(inspector()(request, node.id), request, node.id) for node in used}

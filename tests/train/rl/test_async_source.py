@@ -56,6 +56,12 @@ class Run:
         self.trained(prompts)
         return experience is not None and self.used < self.order.steps
 
+    def finish(self, first: int = 0) -> None:
+        """Iterate to the end; each place from this one on is settled once."""
+        while self.iterate():
+            pass
+        assert self.settled() == list(range(first, self.order.steps))
+
     def check(self, experience) -> None:
         assert experience.versions_N is not None
         ages = self.iteration - experience.versions_N
@@ -137,9 +143,7 @@ def test_a_batch_that_nothing_was_learnt_from_is_handed_out_again():
     run.source.trained()
     run.lines = [run.source.settled()]
     run.iteration, run.used = 1, prompts
-    while run.iterate():
-        pass
-    assert run.settled() == list(range(run.order.steps))
+    run.finish()
 
 
 def test_a_batch_in_hand_is_the_loops_and_not_put_back():
@@ -149,9 +153,7 @@ def test_a_batch_in_hand_is_the_loops_and_not_put_back():
     run.killed((tensors, json.dumps(state), 0, 0, []), seed=4, processes=1)
     run.trained(prompts)
     assert run.lines[0]["trained"] and len(run.lines[0]["trained"]) == experience.groups
-    while run.iterate():
-        pass
-    assert run.settled() == list(range(run.order.steps))
+    run.finish()
 
 
 @pytest.mark.parametrize("method", ["collect", "pause", "admit", "resume", "unfinished"])
@@ -178,9 +180,7 @@ def test_an_engine_that_is_lost_while_another_is_late_is_replaced_once(method):
         run.trained(prompts)
     assert not run.group.lost and not run.group.late
     assert run.group.mended == 3
-    while run.iterate():
-        pass
-    assert run.settled() == list(range(run.order.steps))
+    run.finish()
 
 
 def test_when_everything_is_built_anew_everything_is_given_out_again():
@@ -190,9 +190,7 @@ def test_when_everything_is_built_anew_everything_is_given_out_again():
     for member in run.group.members:
         member.version = run.iteration
     run.source.rebuilt()
-    while run.iterate():
-        pass
-    assert run.settled() == list(range(run.order.steps))
+    run.finish()
 
 
 def test_a_failed_reward_loses_nothing_and_says_whose_it_is():
@@ -200,12 +198,9 @@ def test_a_failed_reward_loses_nothing_and_says_whose_it_is():
     for member in run.members:
         member.failing = {1}
     with pytest.raises(RewardFailed, match=r"the reward broke; its prompt stands in line \d+"):
-        while run.iterate():
-            pass
+        run.finish()
     run.killed(run.saved(), seed=8, processes=1)
-    while run.iterate():
-        pass
-    assert run.settled() == list(range(run.order.steps))
+    run.finish()
 
 
 def test_a_run_in_which_nothing_moves_ends_with_a_table_of_who_waits_for_what(capsys):
@@ -215,8 +210,7 @@ def test_a_run_in_which_nothing_moves_ends_with_a_table_of_who_waits_for_what(ca
     with pytest.raises(
         RolloutStalled, match=r"no token, no reward and no step for 0.01 s \(--async_timeout\); \d+ answers"
     ):
-        while run.iterate():
-            pass
+        run.finish()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["prompt", "answer", "tokens", "seconds", "waits", "for"]
     assert all(line.endswith("1.5  its next token") for line in lines[1:]) and len(lines) > 1
@@ -225,9 +219,7 @@ def test_a_run_in_which_nothing_moves_ends_with_a_table_of_who_waits_for_what(ca
 def test_a_synchronous_run_goes_on_as_an_asynchronous_one():
     run = Run(9)
     run.iteration, run.used = 2, 6
-    while run.iterate():
-        pass
-    assert run.settled() == list(range(6, run.order.steps))
+    run.finish(first=6)
 
 
 def test_a_bound_that_the_answers_of_a_checkpoint_cannot_keep_is_refused():
