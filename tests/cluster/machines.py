@@ -41,26 +41,11 @@ BLOCKED, FORWARDING = "0", "3"  # states of a bridge's port
 
 def refusal() -> str | None:
     """Why machines cannot be made here, if they cannot."""
-    missing = [
-        tool for tool in ("ip", "bridge", "nsenter", "setpriv", "unshare", "mount") if shutil.which(tool) is None
-    ]
-    if missing:
+    tools = ("ip", "bridge", "nsenter", "setpriv", "unshare", "mount")
+    if missing := [tool for tool in tools if shutil.which(tool) is None]:
         return f"machines of network namespaces need {', '.join(missing)}"
-    probe = [
-        "unshare",
-        "--net",
-        "--mount",
-        "--pid",
-        "--fork",
-        "--mount-proc",
-        "ip",
-        "link",
-        "add",
-        "x",
-        "type",
-        "bridge",
-    ]
-    done = subprocess.run(probe, capture_output=True, text=True, timeout=30)
+    probe = "unshare --net --mount --pid --fork --mount-proc ip link add x type bridge"
+    done = subprocess.run(probe.split(), capture_output=True, text=True, timeout=30)
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else None
 
 

@@ -5,11 +5,9 @@ from pathlib import Path
 
 from tests.train.rl.test_groups import keep_gradients
 
-SEPARATE = (
-    "--actor_num_gpus_per_node 1 --ref_num_gpus_per_node 1 --critic_num_gpus_per_node 1 --reward_num_gpus_per_node 1"
-)
-TWO_EACH = (
-    "--actor_num_gpus_per_node 2 --ref_num_gpus_per_node 2 --critic_num_gpus_per_node 2 --reward_num_gpus_per_node 2"
+SEPARATE, TWO_EACH = (
+    " ".join(f"--{role}_num_gpus_per_node {number}" for role in ("actor", "ref", "critic", "reward"))
+    for number in (1, 2)
 )
 LAYOUTS = {
     "separate": SEPARATE,

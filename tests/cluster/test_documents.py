@@ -52,11 +52,10 @@ LAYOUTS = {
 def test_a_layout_trains_two_iterations(cluster, folder, judge, tmp_path, name):  # noqa: F811
     words, devices = LAYOUTS[name]
     argv = ["ppo", "--ray", *with_places(words, folder, judge, tmp_path), *SMALL.split()]
-    log = tmp_path / "log"
-    assert warm.run(argv, log=log, environment=cluster.environment) == 0, log.read_text()
+    printed = warm.output(argv, environment=cluster.environment)
     rows = read_rows(tmp_path / "out" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2] and all(row["skipped_steps"] == 0 for row in rows)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert {row["role"]: row["devices"] for row in manifest["layout"]} == devices
-    assert "role          nodes  processes  devices" in log.read_text()
+    assert "role          nodes  processes  devices" in printed
     assert "<h2>Where it ran</h2>" in (tmp_path / "out" / "report.html").read_text()

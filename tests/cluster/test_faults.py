@@ -29,8 +29,7 @@ def straight(cluster, folder, tmp_path_factory):
     """The undisturbed run."""
     out = tmp_path_factory.mktemp("straight")
     command = rl_run.arguments(folder, out, "grpo", f"--reward_pretrain {folder}/judge", TWO)
-    log = out / "log"
-    assert warm.run(command, log=log, environment=cluster.environment) == 0, log.read_text()
+    warm.output(command, environment=cluster.environment)
     return rl_run.result(out)
 
 
@@ -56,15 +55,11 @@ def assert_no_orphan(cluster) -> None:
     wait_until(lambda: not orphans(cluster), 15, lambda: str(orphans(cluster)))
 
 
-def start(cluster, command, log):
-    return warm.start(command, log=log, environment=cluster.environment)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_run_goes_on_as_if_there_had_been_none(cluster, words, straight, notes, tmp_path, sent):
     log = tmp_path / "log"
-    process = start(cluster, words(tmp_path), log)
+    process = warm.start(words(tmp_path), log=log, environment=cluster.environment)
     wait_for(notes, "update", process.is_alive)
     os.kill(process.pid, sent)
     process.join(60)
@@ -81,7 +76,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_there_had_been_none(cluster, w
 
 def test_a_killed_worker_is_named_and_the_run_can_be_resumed(cluster, words, straight, notes, tmp_path):
     log = tmp_path / "log"
-    process = start(cluster, words(tmp_path), log)
+    process = warm.start(words(tmp_path), log=log, environment=cluster.environment)
     warm.wait_until(lambda: any((tmp_path / "checkpoints").glob("global_step*")), process)
     victim = wait_for(notes, "update", process.is_alive).process
     began = time.monotonic()
@@ -99,7 +94,7 @@ def test_a_killed_worker_is_named_and_the_run_can_be_resumed(cluster, words, str
 
 def test_with_a_restart_the_end_is_that_of_an_undisturbed_run(cluster, words, straight, notes, tmp_path):
     log = tmp_path / "log"
-    process = start(cluster, words(tmp_path, "--max_restarts 1"), log)
+    process = warm.start(words(tmp_path, "--max_restarts 1"), log=log, environment=cluster.environment)
     warm.wait_until(lambda: any((tmp_path / "checkpoints").glob("global_step*")), process)
     os.kill(wait_for(notes, "scoring", process.is_alive).process, signal.SIGKILL)
     process.join(120)
@@ -118,13 +113,11 @@ def test_with_a_restart_the_end_is_that_of_an_undisturbed_run(cluster, words, st
     ],
 )
 def test_a_mistake_is_one_line(cluster, words, tmp_path, more, environment, said):
-    log = tmp_path / "log"
     began = time.monotonic()
-    code = warm.run(words(tmp_path / "out", more), log=log, environment=cluster.environment | environment)
-    assert code == 2, log.read_text()
-    last = log.read_text().splitlines()[-1]
-    assert last.startswith("trimtab grpo: error:") and all(word in last for word in said), log.read_text()
-    assert "Traceback" not in log.read_text() and time.monotonic() - began < 60
+    printed = warm.output(words(tmp_path / "out", more), 2, environment=cluster.environment | environment)
+    last = printed.splitlines()[-1]
+    assert last.startswith("trimtab grpo: error:") and all(word in last for word in said), printed
+    assert "Traceback" not in printed and time.monotonic() - began < 60
 
 
 def short_of_room_in_one(room: int) -> None:
@@ -146,12 +139,11 @@ def short_of_room_in_one(room: int) -> None:
 
 @pytest.mark.long
 def test_one_process_without_room_and_all_begin_anew(cluster, words, straight, tmp_path):
-    log = tmp_path / "log"
     cluster.workers.prepare(partial(short_of_room_in_one, 30))
     try:
-        assert warm.run(words(tmp_path), log=log, environment=cluster.environment) == 0, log.read_text()
+        printed = warm.output(words(tmp_path), environment=cluster.environment)
     finally:
         cluster.workers.prepare(None)
-    assert "begun anew in passes of at most" in log.read_text()
+    assert "begun anew in passes of at most" in printed
     rewards = [[row["reward"] for row in run[0] if "reward" in row] for run in (rl_run.result(tmp_path), straight)]
     assert rewards[0] == pytest.approx(rewards[1], rel=1e-3, abs=1e-5)

@@ -1,7 +1,6 @@
 """The Slurm file that `trimtab jobs` writes for a command on Ray, run for real: only Slurm's own programs are
 stand-ins, which run on this machine what they would run on others."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import tiny_model
+from tests.train.job_run import write_model, write_rows
 from trimtab.cli.main import main
-from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
+from trimtab.embedded.sort_task import make_rows, prompt_of, reference_of
 from trimtab.train.metrics import read_rows
 
 STAND_INS = {
@@ -30,11 +29,9 @@ ALONE = ["unshare", "--pid", "--net", "--fork", "--mount-proc", "--kill-child"]
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = make_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained("model")
-    tokenizer.save_pretrained("model")
+    write_model(Path("model"))
     rows = [{"input": prompt_of(row), "label": reference_of(row)} for row in make_rows(64, seed=1)]
-    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(Path("prompts.jsonl"), rows)
     for name, text in STAND_INS.items():
         Path("bin", name).parent.mkdir(exist_ok=True)
         Path("bin", name).write_text(text)

@@ -49,7 +49,7 @@ def test_without_mismatch_a_correction_changes_nothing(folder, plain, tmp_path, 
 
 
 def test_rounded_rollouts_are_seen_as_mismatch_and_corrected(folder, tmp_path):
-    found = run(folder, tmp_path, "--weight_only_int8 --mismatch_correction tis")
+    found = run(folder, tmp_path, "--weight_only_int8 --mismatch_correction tis --max_steps 1")
     assert found[1]["log_prob_gap"] > 1e-4
     assert found[1]["correction"] != 1.0
 
@@ -115,7 +115,7 @@ def test_a_teacher_needs_no_reward_beside_it(folder, teacher, tmp_path):
 
 
 def test_samples_without_advantage_are_left_out_without_changing_the_result(folder, tmp_path):
-    words = ("--init_kl_coef 0", "--reward_verifier regex([0-9])")
+    words = ("--init_kl_coef 0", "--reward_verifier regex([0-9])", "--max_steps 2 --eval_steps -1")
     first, second = tmp_path / "first", tmp_path / "second"
     run(folder, first, *words)
     assert any(row["equal_groups"] > 0 for row in rows(first)[1:])

@@ -121,7 +121,8 @@ def test_one_process_without_room_and_all_begin_anew_where_they_were(task, estim
     assert_same_numbers(whole, cut)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.short(1)
+@pytest.mark.parametrize("rank", [1, 0])
 def test_a_rollout_without_room_in_one_of_two_processes_ends_both_with_a_checkpoint(task, rank):
     words = of(task, "out", "grpo", "--save_hf_ckpt")
     said = "".join(warm.world_outputs(words, 2, [1, 0], prepare={rank: short_of_cache}))

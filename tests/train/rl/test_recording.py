@@ -60,6 +60,7 @@ def test_a_filtered_run_is_replayed(folder, tmp_path):
     assert_identical(result(first), result(second))
 
 
+@pytest.mark.short(5)
 @pytest.mark.parametrize(
     "words, told",
     [

@@ -28,7 +28,7 @@ def reward_func(queries, prompts, labels):
 
 def test_several_reward_models_are_summed_with_their_weights(folder, tmp_path):
     words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
-    words += f"--reward_pretrain {folder}/judge,{folder}/other --reward_weights 1.0 0.5".split()
+    words += f"--reward_pretrain {folder}/judge,{folder}/other --reward_weights 1.0 0.5 --max_steps 2".split()
     assert warm.run(words) == 0
     for row in rows(tmp_path)[1:]:
         assert row["reward"] == pytest.approx(row["reward/judge"] + 0.5 * row["reward/other"], abs=1e-5)
@@ -36,14 +36,14 @@ def test_several_reward_models_are_summed_with_their_weights(folder, tmp_path):
 
 def test_a_constant_reward_moves_nothing(folder, tmp_path):
     words = without(arguments(folder, tmp_path, "reinforce"), "--reward_verifier", "--entropy_loss_coef", "--gamma")
-    words += ["--reward_verifier", "length(0-1000):0.1", "--init_kl_coef", "0"]
+    words += ["--reward_verifier", "length(0-1000):0.1", "--init_kl_coef", "0", "--max_steps", "2"]
     assert warm.run(words) == 0
     assert_same_tensors(weights(tmp_path), weights(folder / "model"))
 
 
 def test_a_critic_starts_from_the_reward_model_and_is_saved(folder, tmp_path):
     words = without(arguments(folder, tmp_path, "ppo"), "--reward_verifier")
-    words += f"--reward_pretrain {folder}/judge --save_value_network".split()
+    words += f"--reward_pretrain {folder}/judge --save_value_network --max_steps 1".split()
     assert warm.run(words) == 0
     config = json.loads((tmp_path / "critic" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
@@ -125,7 +125,7 @@ def test_rewards_of_steps_stand_within_the_answers(folder, tmp_path, estimator):
     write_model(tmp_path / "prm", seed=7)
     words = without(arguments(folder, tmp_path / "out", estimator), "--reward_verifier")
     words += f"--reward_pretrain {tmp_path}/prm --placeholder_token . --reward_tokens y n --step_reward steps".split()
-    words += ["--step_separator", "3"]
+    words += ["--step_separator", "3", "--max_steps", "2"]
     assert warm.run(words) == 0
     found = rows(tmp_path / "out")
     assert all(0 < row["eval_reward"] < 1 for row in found if "eval_reward" in row)
