@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ray
@@ -62,15 +63,51 @@ def test_folders_that_are_there_stay_as_they_are(cluster, places, tmp_path):
     assert os.listdir(tmp_path / "out") == ["metrics.jsonl"] and not (tmp_path / "c").exists()
 
 
-def test_another_version_on_one_node_is_told_with_both(cluster, places):
-    def look(answer, request, node):
-        return answer | {"versions": answer["versions"] | ({"torch": "2.0.0"} if node == "n1" else {})}
+def other_torch(answer, request, node):
+    return answer | {"versions": answer["versions"] | ({"torch": "2.0.0"} if node == "n1" else {})}
 
+
+def no_package(answer, request, node):
+    return answer | {"versions": dict.fromkeys(answer["versions"])}
+
+
+def nothing_to_read(answer, request, node):
+    elsewhere = {name: f"{path}-not" for name, path in request["read"].items()}
+    return inspector()(request | {"read": elsewhere}, node) if node == "n1" else answer
+
+
+def other_files(answer, request, node):
+    (path,) = request["read"].values()
+    stale = Path(path).with_name("stale")
+    stale.mkdir(exist_ok=True)
+    (stale / "config.json").write_text("{ }")
+    return inspector()(request | {"read": {name: str(stale) for name in request["read"]}}, node)
+
+
+def writes_elsewhere(answer, request, node):
+    for folder in request["shared"].values():
+        os.remove(f"{folder}/.trimtab-{request['token']}-{node}")
+    return answer
+
+
+def may_not_write(answer, request, node):
+    return answer | {"unseen": {name: "cannot write (Permission denied) to" for name in request["shared"]}}
+
+
+@pytest.mark.parametrize(
+    "look, told",
+    [
+        (other_torch, r"node 10\.0\.0\.2 has torch 2\.0\.0, and this machine torch [\d.]+.*same"),
+        (no_package, r"node 10\.0\.0\.1 has python not at all, trimtab not at all"),
+        (nothing_to_read, r"node 10\.0\.0\.2 cannot read --pretrain .*/model: No such file or directory; put it on"),
+        (other_files, r"node 10\.0\.0\.1 has other files at --pretrain .*/model than this machine"),
+        (writes_elsewhere, r"node 10\.0\.0\.1 writes what this machine does not see to --save_path"),
+        (may_not_write, r"node 10\.0\.0\.1 cannot write \(Permission denied\) to --save_path"),
+    ],
+)
+def test_what_a_node_lacks_is_told(cluster, places, look, told):
     cluster(look)
-    with pytest.raises(UserError, match=r"^node 10\.0\.0\.2 has torch 2\.0\.0, and this machine torch [\d.]+.*same"):
-        preflight(LAYOUT, places)
-    cluster(lambda answer, request, node: answer | {"versions": dict.fromkeys(answer["versions"])})
-    with pytest.raises(UserError, match=r"node 10\.0\.0\.1 has python not at all, trimtab not at all"):
+    with pytest.raises(UserError, match=f"^{told}"):
         preflight(LAYOUT, places)
 
 
@@ -80,32 +117,6 @@ def test_versions_of_engines_are_asked_where_there_are_engines(cluster, places):
     assert "vllm" not in asked[-1]["packages"]
     preflight(Layout((Pool("actor", ("actor",), 1, 1),), Engines(1, 1, "actor")), places)
     assert "vllm" in asked[-1]["packages"]
-
-
-def test_a_model_that_one_node_cannot_read_is_told(cluster, places, tmp_path):
-    def look(answer, request, node):
-        if node != "n1":
-            return answer
-        return inspector()(request | {"read": {name: f"{path}-not" for name, path in request["read"].items()}}, node)
-
-    cluster(look)
-    told = f"node 10.0.0.2 cannot read --pretrain {tmp_path}/model: No such file or directory; put it on"
-    with pytest.raises(UserError) as error:
-        preflight(LAYOUT, places)
-    assert str(error.value).startswith(told)
-
-
-def test_other_files_under_the_same_name_are_told(cluster, places, tmp_path):
-    stale = tmp_path / "stale"
-    stale.mkdir()
-    (stale / "config.json").write_text("{ }")
-
-    def look(answer, request, node):
-        return inspector()(request | {"read": {name: str(stale) for name in request["read"]}}, node)
-
-    cluster(look)
-    with pytest.raises(UserError, match=r"node 10\.0\.0\.1 has other files at --pretrain .*/model than this machine"):
-        preflight(LAYOUT, places)
 
 
 @pytest.mark.parametrize("folder", ["save_path", "ckpt_path"])
@@ -123,26 +134,6 @@ def test_a_folder_that_one_node_has_for_itself_is_refused(cluster, places, tmp_p
     with pytest.raises(UserError, match=rf"^node 10\.0\.0\.2 does not see what this machine writes to --{folder} /"):
         preflight(LAYOUT, places)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "model"]
-
-
-def test_what_a_node_writes_must_be_seen_here_too(cluster, places):
-    def look(answer, request, node):
-        for folder in request["shared"].values():
-            os.remove(f"{folder}/.trimtab-{request['token']}-{node}")
-        return answer
-
-    cluster(look)
-    with pytest.raises(UserError, match=r"node 10\.0\.0\.1 writes what this machine does not see to --save_path"):
-        preflight(LAYOUT, places)
-
-
-def test_a_node_that_may_not_write_says_why(cluster, places, tmp_path, monkeypatch):
-    def look(answer, request, node):
-        return answer | {"unseen": {name: "cannot write (Permission denied) to" for name in request["shared"]}}
-
-    cluster(look)
-    with pytest.raises(UserError, match=r"node 10\.0\.0\.1 cannot write \(Permission denied\) to --save_path"):
-        preflight(LAYOUT, places)
 
 
 @pytest.mark.parametrize("flag", ["save_path", "use_tensorboard"])
