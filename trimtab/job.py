@@ -256,9 +256,11 @@ def job_function(options: TrainedOptions | GenerateOptions, *, dry_run: bool = F
     `train_TRAINER(options)` and `dry_run_TRAINER(options)`.
     """
     if isinstance(options, GenerateOptions):
-        kind, name = ("scoring", "score") if options.eval_task == "rm" else ("generation", "generate")
-        module = importlib.import_module(f"trimtab.evaluate.{kind}")
-        return getattr(module, f"rehearse_{kind}" if dry_run else name)
+        from trimtab.evaluate import generation
+
+        if options.eval_task == "rm":
+            return generation.rehearse_scoring if dry_run else generation.score
+        return generation.rehearse_generation if dry_run else generation.generate
     module = importlib.import_module(f"trimtab.train.{options.trainer}")
     return getattr(module, f"{'dry_run' if dry_run else 'train'}_{options.trainer}")
 
