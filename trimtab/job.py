@@ -256,11 +256,10 @@ def job_function(options: TrainedOptions | GenerateOptions, *, dry_run: bool = F
     `train_TRAINER(options)` and `dry_run_TRAINER(options)`.
     """
     if isinstance(options, GenerateOptions):
-        from trimtab.evaluate import generation
-
+        module = importlib.import_module("trimtab.evaluate.generation")
         if options.eval_task == "rm":
-            return generation.rehearse_scoring if dry_run else generation.score
-        return generation.rehearse_generation if dry_run else generation.generate
+            return module.rehearse_scoring if dry_run else module.score
+        return module.rehearse_generation if dry_run else module.generate
     module = importlib.import_module(f"trimtab.train.{options.trainer}")
     return getattr(module, f"{'dry_run' if dry_run else 'train'}_{options.trainer}")
 

@@ -142,8 +142,14 @@ def job_main(verb: str, translate: Callable[[Sequence[str]], Sequence[str]] = li
         words = translate(sys.argv[1:] if argv is None else argv)
         with steady_output():
             if verb == "ppo" and is_repulse(words):
-                return guarded("trimtab tail", lambda: run("tail", in_words_of_tail(words)))
+                return guarded("trimtab tail", lambda: as_tail(words, own=argv is None))
             return run(verb, words)
+
+    def as_tail(words: Sequence[str], own: bool) -> int:
+        translated = in_words_of_tail(words)
+        if own:  # loggers copy the words of the process, and keys are taken out of them there
+            sys.argv[1:] = translated
+        return run("tail", translated)
 
     def run(verb: str, words: Sequence[str]) -> int:
         job: type[Any] = JOBS[verb]  # one that trains or generates
