@@ -15,6 +15,12 @@ class Outcome:
     err: str
 
     @property
+    def said(self) -> str:
+        """What a command that succeeded printed."""
+        assert self.code == 0, self.err
+        return self.out
+
+    @property
     def mistake(self) -> str:
         """The one line of a refused command."""
         begin = f"trimtab {self.verb}: error: "

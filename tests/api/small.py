@@ -5,27 +5,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-SFT = {
-    "max_len": 64,
-    "train_batch_size": 4,
-    "micro_train_batch_size": 4,
-    "max_epochs": 1,
-    "learning_rate": 1e-2,
-    "seed": 3,
-    "input_key": "messages",
-    "apply_chat_template": True,
-}
+BATCHES = {"train_batch_size": 4, "micro_train_batch_size": 4}
+SMALL = {"max_len": 64, "max_epochs": 1, **BATCHES}
+CHAT = {"apply_chat_template": True, "seed": 3}
+SFT = {"learning_rate": 1e-2, "input_key": "messages", **SMALL, **CHAT}
 RL = {
-    "rollout_batch_size": 2,
-    "n_samples_per_prompt": 2,
-    "train_batch_size": 4,
-    "micro_train_batch_size": 4,
-    "prompt_max_len": 40,
-    "generate_max_len": 6,
-    "actor_learning_rate": 1e-2,
-    "apply_chat_template": True,
-    "label_key": "label",
-    "seed": 3,
+    **{"rollout_batch_size": 2, "n_samples_per_prompt": 2, "prompt_max_len": 40, "generate_max_len": 6},
+    **{"actor_learning_rate": 1e-2, "label_key": "label", **BATCHES, **CHAT},
 }
 
 

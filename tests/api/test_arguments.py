@@ -101,12 +101,8 @@ def one(queries, prompts, labels):
         (
             ["exact", one, "owner/judge"],
             [0.5, 2, 3],
-            {
-                "reward_func": "given:one",
-                "reward_pretrain": "owner/judge",
-                "reward_verifier": "exact:0.5",
-                "reward_weights": [3, 2],
-            },
+            {"reward_func": "given:one", "reward_pretrain": "owner/judge"}
+            | {"reward_verifier": "exact:0.5", "reward_weights": [3, 2]},
         ),
     ],
 )

@@ -7,14 +7,13 @@ from datasets import Dataset
 
 import trimtab
 from tests.api.digits import early_digits
-from tests.api.small import RL
+from tests.api.small import RL, SMALL
 from tests.cli.conftest import STEP_END, judged_steps
 from tests.cli.sft_job import write_model
 from tests.train.job_run import labelled_rows, preference_rows
 from trimtab.config.jobs import TRAINED
 from trimtab.embedded.sort_task import make_prompts, make_rows
 
-SMALL = {"max_len": 64, "train_batch_size": 4, "micro_train_batch_size": 4, "max_epochs": 1}
 DATA = {
     "sft": (lambda: make_rows(4, seed=1), {}),
     "rm": (lambda: preference_rows(4), {}),

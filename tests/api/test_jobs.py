@@ -1,7 +1,6 @@
 """A function is its command: the same weights, the same words, with objects in the place of files."""
 
 import inspect
-import json
 import threading
 from pathlib import Path
 
@@ -11,26 +10,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import trimtab
 from tests.api.digits import early_digits
 from tests.api.small import RL, SFT, same_weights, words_of
+from tests.report.pages import read_lines as rows
 from tests.tiny import tiny_model
 from trimtab.cli.main import VERBS
 from trimtab.cli.main import main as command
 from trimtab.config.jobs import TRAINED
 
 
-def rows(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def test_sft_by_command_and_by_function_gives_the_same_weights(task):
     model = AutoModelForCausalLM.from_pretrained(task / "model")
     seen = []
-    run = trimtab.sft(
-        model,
-        rows(task / "rows.jsonl"),
-        tokenizer=AutoTokenizer.from_pretrained(task / "model"),
-        on_iteration=seen.append,
-        **SFT,
-    )
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    run = trimtab.sft(model, rows(task / "rows.jsonl"), tokenizer=tokenizer, on_iteration=seen.append, **SFT)
     places = ["--pretrain", f"{task}/model", "--dataset", f"{task}/rows.jsonl", "--save_path", "by_command"]
     assert command(["sft", *places, *words_of(SFT)]) == 0
     assert same_weights(run.path, Path("by_command"))
@@ -61,9 +52,8 @@ def test_a_call_from_another_thread_trains(task):
 def test_every_training_job_has_its_function_with_help(verb):
     function = getattr(trimtab, verb)
     assert verb in VERBS and f"trimtab.options({verb!r})" in function.__doc__
-    assert {"model", "tokenizer", "save_path", "resume", "on_iteration"} <= inspect.signature(
-        function
-    ).parameters.keys()
+    taken = inspect.signature(function).parameters.keys()
+    assert {"model", "tokenizer", "save_path", "resume", "on_iteration"} <= taken
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,7 @@ def test_gradients_of_ones_own_loss_are_those_of_autograd_by_hand():
 
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"pass_tokens": 8}], ids=str)
 def test_data_in_several_calls_or_passes_are_one_step(options):
-    first, second = learner(), learner(**options) if "pass_tokens" in options else None
-    if second is None:
-        first, second = learner(**options), learner(**options)
+    first, second = learner(**{} if "pass_tokens" in options else options), learner(**options)
     samples = judged(first)
     first.forward_backward(samples, "ppo", kl_coef=0.0)
     for part in (samples[:5], samples[5:6], samples[6:]):
@@ -137,11 +135,8 @@ def test_supervised_samples_become_likelier(tmp_path):
     for _ in range(5):
         losses.append(one.forward_backward([sample], "sft")["loss"])
         one.optim_step()
-    assert losses[0] == pytest.approx(-losses_of(one, sample, tmp_path), rel=1e-5) and losses[-1] < losses[0] - 1
-
-
-def losses_of(one, sample, folder) -> float:
-    return float(one.log_probs([sample], reference=True)[0].mean())
+    before = float(one.log_probs([sample], reference=True)[0].mean())
+    assert losses[0] == pytest.approx(-before, rel=1e-5) and losses[-1] < losses[0] - 1
 
 
 def test_preferences_are_learnt_pair_by_pair_however_passes_are_cut():

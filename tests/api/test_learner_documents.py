@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.api.test_learner import by_hand
 from tests.docs.pages import DOCS, blocks
 from trimtab.algos.tail import push_down_advantages, push_down_factor
 from trimtab.config.rl_jobs import TailOptions
@@ -78,11 +79,8 @@ def test_repulse_has_forty_lines_and_its_numbers_are_those_of_the_tail_job(ran):
     loss.backward()
     assert_gradients(gathered["policy"][0], models["policy"])
     assert gathered["policy"][1] == {"per": len(own)}
-    omega = torch.full((4,), 0.25)
-    assert (
-        push_down_advantages(omega, push_down_factor(ran["ALPHA"], ran["N"], "per_sample"), ran["N"]).tolist()
-        == [-0.25] * 4
-    )
+    factor = push_down_factor(ran["ALPHA"], ran["N"], "per_sample")
+    assert push_down_advantages(torch.full((4,), 0.25), factor, ran["N"]).tolist() == [-0.25] * 4
 
 
 def clone(one):
@@ -90,12 +88,6 @@ def clone(one):
     model = bad_word_task.make_model()
     model.load_state_dict(one._policy.inner.state_dict())
     return model
-
-
-def by_hand(model, sample):
-    ids = torch.tensor(sample.ids)
-    found = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-    return found[torch.from_numpy(sample.trained)[1:]]
 
 
 def assert_gradients(found, model):

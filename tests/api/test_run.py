@@ -1,3 +1,5 @@
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -6,6 +8,11 @@ import torch
 import trimtab
 from tests.api.digits import early_digits
 from tests.api.small import RL, SFT, same_weights
+
+
+def stop_after_the_first(row):
+    if row["step"] == 1:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +50,9 @@ def test_a_folder_without_a_run_is_one_line(tmp_path):
 
 
 def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_weights(task):
-    import os
-    import signal
-
-    def stop_after(step):
-        return lambda row: os.kill(os.getpid(), signal.SIGINT) if row["step"] == step else None
-
     places = {"save_path": "stopped", "model": task / "model", "data": task / "rows.jsonl"}
     with pytest.raises(trimtab.Interrupted, match=r"trimtab.open\('stopped'\).resume\(\) goes on"):
-        trimtab.sft(**places, on_iteration=stop_after(1), **SFT)
+        trimtab.sft(**places, on_iteration=stop_after_the_first, **SFT)
     stopped = trimtab.open("stopped")
     assert not stopped.finished and len(stopped.metrics) == 1 and "not finished after 1 step," in repr(stopped)
     with pytest.raises(trimtab.UserError, match="has no whole model yet"):
@@ -63,15 +64,9 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_same_weights(task):
 
 
 def test_a_run_that_a_function_rewarded_wants_it_again(task):
-    def stop(row):
-        import os
-        import signal
-
-        os.kill(os.getpid(), signal.SIGINT)
-
+    options = {**RL, "label_key": None, "save_path": "out", "on_iteration": stop_after_the_first}
     with pytest.raises(trimtab.Interrupted):
-        trimtab.grpo(task / "model", ["sort 12>"] * 4, early_and_short, save_path="out", on_iteration=stop,
-                     **{**RL, "label_key": None})  # fmt: skip
+        trimtab.grpo(task / "model", ["sort 12>"] * 4, early_and_short, **options)
     with pytest.raises(trimtab.UserError, match=r"give it again, as resume\(reward=...\)"):
         trimtab.open("out").resume()
     with pytest.raises(trimtab.UserError, match="on_iteration takes a function"):

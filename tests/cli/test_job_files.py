@@ -16,7 +16,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def test_files_for_every_seed_and_setting_are_written_and_are_valid_shell(tmp_path, trimtab):
-    paths = trimtab(f"jobs --seeds 1-2,9 --vary learning_rate=1e-4,2e-4 --gpus 4 -- {COMMAND}").out.split()
+    paths = trimtab(f"jobs --seeds 1-2,9 --vary learning_rate=1e-4,2e-4 --gpus 4 -- {COMMAND}").said.split()
     assert len(paths) == 7 and paths[-1] == "jobs/start_all.sh"
     for path in paths:
         assert os.access(path, os.X_OK)
@@ -28,7 +28,8 @@ def test_files_for_every_seed_and_setting_are_written_and_are_valid_shell(tmp_pa
 
 def test_a_shell_file_runs_its_command_where_it_was_written(tmp_path, trimtab):
     (tmp_path / "echoing.py").write_text("import os, sys\nprint(os.getcwd(), *sys.argv[1:])\n")
-    trimtab("jobs --seeds 4 --shell --name e --output files -- python -m echoing --ckpt 'my run_s{seed}'")
+    command = "python -m echoing --ckpt 'my run_s{seed}'"
+    assert trimtab(f"jobs --seeds 4 --shell --name e --output files -- {command}").code == 0
     env = {**os.environ, "PATH": f"{os.path.dirname(os.sys.executable)}:{os.environ['PATH']}"}
     done = subprocess.run([tmp_path / "files" / "start_all.sh"], capture_output=True, text=True, cwd="/", env=env)
     assert done.stdout == f"{tmp_path} --ckpt my run_s4 --seed 4\n", done.stderr

@@ -43,16 +43,12 @@ def test_a_dry_run_merges_nothing_and_prints_the_config(words, calls, capsys):
     assert "is_rm: true" in capsys.readouterr().out
 
 
-def test_a_missing_place_is_one_line_and_exit_code_2(words, calls, capsys):
-    assert main(words[:4]) == 2
-    line = "trimtab lora-combine: error: --output_path is missing: give a folder for the merged model\n"
-    assert capsys.readouterr().err == line and calls == []
+def test_mistakes_are_one_line_and_exit_code_2(words, calls, monkeypatch, trimtab):
+    missing = trimtab("lora-combine", *words[:4]).mistake
+    assert missing == "--output_path is missing: give a folder for the merged model" and calls == []
 
-
-def test_a_mistake_that_merging_finds_is_one_line_and_exit_code_2(words, calls, monkeypatch, capsys):
     def fail(*places, **how):
         raise UserError("./adapter was made for another model")
 
     monkeypatch.setattr(sys.modules["trimtab.models.save"], "merge_adapter", fail)
-    assert main(words) == 2
-    assert capsys.readouterr().err == "trimtab lora-combine: error: ./adapter was made for another model\n"
+    assert trimtab("lora-combine", *words).mistake == "./adapter was made for another model"

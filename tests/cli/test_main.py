@@ -14,11 +14,11 @@ HEAVY = ("torch", "transformers", "datasets", "peft", "numpy", "rich")
 def test_every_verb_is_in_the_help(capsys, trimtab):
     assert cli.main([]) == 0
     bare = capsys.readouterr().out
-    assert trimtab("--help").out == bare and all(f"  {verb} " in bare for verb in cli.VERBS)
+    assert trimtab("--help").said == bare and all(f"  {verb} " in bare for verb in cli.VERBS)
 
 
 def test_version(trimtab):
-    assert trimtab("--version").out == f"trimtab {__version__}\n"
+    assert trimtab("--version").said == f"trimtab {__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ def test_it_serves_a_model_folder_and_ends_when_told(model, capsys, signals, mon
 
 def test_mistakes_are_one_line(model, tmp_path, trimtab):
     assert trimtab("serve").mistake.startswith("--pretrain is missing")
-    assert "nowhere" in trimtab(f"serve {tmp_path}/nowhere").err
+    absent = trimtab(f"serve {tmp_path}/nowhere")
+    assert absent.code == 2 and "nowhere" in absent.err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = trimtab(f"serve {model} --port {taken.getsockname()[1]}")
     assert done.code == 2 and "cannot listen there" in done.err

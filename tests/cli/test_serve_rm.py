@@ -73,4 +73,4 @@ def test_mistakes_are_one_line_and_exit_code_2(trimtab):
 
 
 def test_a_dry_run_serves_nothing_and_prints_the_config(trimtab):
-    assert "reward_verifier: gsm8k" in trimtab("serve-rm --reward_verifier gsm8k --dry_run").out
+    assert "reward_verifier: gsm8k" in trimtab("serve-rm --reward_verifier gsm8k --dry_run").said

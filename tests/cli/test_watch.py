@@ -43,4 +43,4 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, trimtab):
     assert first == ["trimtab", "quickstart"] and len(others) >= 3
     for words in others:
         if "--page" not in words:  # that one does not end by itself
-            assert "● finished" in trimtab(*words[1:]).out
+            assert "● finished" in trimtab(*words[1:]).said

@@ -4,7 +4,6 @@ import pytest
 
 from tests.config.every_job import EVERY_JOB
 from trimtab.cli.main import VERBS as OUR_VERBS
-from trimtab.cli.main import main
 from trimtab.config import aliases
 from trimtab.config.jobs import JOBS
 from trimtab.config.option import find, options_of
@@ -52,9 +51,9 @@ def test_every_word_for_a_verb_leads_to_verbs_that_exist():
         ("train", "trimtab sft, dpo, grpo"),
     ],
 )
-def test_other_tools_words_lead_to_the_right_place(argv, told, capsys):
-    assert main(argv.split()) == 2
-    assert told in capsys.readouterr().err
+def test_other_tools_words_lead_to_the_right_place(argv, told, trimtab):
+    done = trimtab(argv)
+    assert done.code == 2 and told in done.err
 
 
 def test_the_page_shows_the_table():

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from tests.config.every_job import EVERY_JOB
@@ -20,7 +22,7 @@ def test_help_shows_defaults_of_the_job_and_other_spellings():
     assert "(default: trimtab_train_sft)" in text
     assert r"(default: 'User: {}\nAssistant: ')" in text
     assert "(default: 0.9 0.95)" in text
-    assert "also --max_epoch;" in text
+    assert re.search(r"also --max_epoch[;)]", text)
 
 
 @pytest.mark.parametrize("job_class", EVERY_JOB)

@@ -174,6 +174,8 @@ def test_what_is_probably_not_meant_is_one_warning(changes, warning):
         {"eps_clip_low_high": (0.2, 0.28), "dual_clip": 3.0},
         {"n_samples_per_prompt": 4, "dynamic_filtering": True, "vllm_generate_batch_size": 2048},
         {"eval_dataset": "owner/held-out"},
+        # A restriction of another engine that does not exist here.
+        {"eval_dataset": "owner/held-out", "eval_steps": 5, "dynamic_filtering": True, "n_samples_per_prompt": 8},
         {"use_dynamic_batch": True, "train_max_tokens_per_gpu": 2048},
         {"init_kl_coef": 0.0},
         {"rollout_batch_size": 16, "n_samples_per_prompt": 8},
@@ -181,11 +183,6 @@ def test_what_is_probably_not_meant_is_one_warning(changes, warning):
 )
 def test_what_may_be_meant_passes_without_a_word(changes):
     assert warnings_of(**changes) == []
-
-
-def test_restrictions_of_another_engine_do_not_exist_here():
-    changes = {"eval_dataset": "owner/held-out", "eval_steps": 5, "dynamic_filtering": True}
-    assert warnings_of(GRPOOptions, **changes) == []
 
 
 def test_a_reward_file_may_be_followed_by_a_functions_name(tmp_path):

@@ -35,7 +35,7 @@ def test_the_prompt_is_the_guides_byte_for_byte():
 @pytest.mark.parametrize("row", [PUZZLE, without("names", "solution"), without("solution_text_format")])
 def test_the_solution_may_be_text_or_truth_values(tmp_path, row, trimtab):
     source, made = write_jsonl(tmp_path / "a.jsonl", [row]), tmp_path / "deep" / "b.jsonl"
-    assert trimtab(f"kk-data {source} {made}").out == f"1 puzzles in {made}\n"
+    assert trimtab(f"kk-data {source} {made}").said == f"1 puzzles in {made}\n"
     assert read(made) == [{"src": [prompt_of(QUIZ)], "tgt": [TEXT]}]
 
 

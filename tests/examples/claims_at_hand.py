@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -30,6 +31,14 @@ def here(monkeypatch: pytest.MonkeyPatch, work: ModuleType) -> None:
         return []
 
     monkeypatch.setattr(grid, "run", run)
+
+
+def write_pairs(path: Path, count: int, asked: Callable[[int], str]) -> Path:
+    """Spoken dialogues of two answers; `asked`: the question of a row."""
+    spoken = [f"\n\nHuman: {asked(number)}\n\nAssistant: " for number in range(count)]
+    rows = [{"chosen": f"{before}it is {i}", "rejected": f"{before}no {i}"} for i, before in enumerate(spoken)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def small_model(folder: Path) -> Path:

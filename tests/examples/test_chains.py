@@ -15,16 +15,10 @@ from trimtab.config import jobs
 from trimtab.config.parser import parse
 from trimtab.config.resolved_config import check, refuse_unimplemented, settle
 
-CLASSES = {
-    "batch_inference": jobs.GenerateOptions,
-    "train_rm": jobs.RMOptions,
-    "train_sft": jobs.SFTOptions,
-    "train_dpo": jobs.DPOOptions,
-}
 CHAINS = {  # recipe: the commands of its tiny mode
+    "conditional_sft": ["train_rm", "batch_inference", "train_sft", "batch_inference"],
     "rejection_sampling": ["train_rm"] + 2 * ["batch_inference", "batch_inference", "train_sft"],
     "iterative_dpo": ["train_rm"] + 3 * ["batch_inference", "batch_inference", "train_dpo"],
-    "conditional_sft": ["train_rm", "batch_inference", "train_sft", "batch_inference"],
 }
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the recipes are bash scripts")
@@ -44,9 +38,11 @@ def commands(name: str, **settings: str) -> list[tuple[str, list[str]]]:
 
 
 def options_of(module: str, words: list[str]):
-    return settle(parse(CLASSES[module.removeprefix("trimtab.cli.")], words))[0]
+    verb = module.rpartition(".")[2].removeprefix("train_").replace("batch_inference", "generate")
+    return settle(parse(jobs.JOBS[verb], words))[0]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_recipe_runs_from_end_to_end_in_its_tiny_mode(name, folder, capsys):  # noqa: F811
     assert os.access(EXAMPLES / f"{name}.sh", os.X_OK)

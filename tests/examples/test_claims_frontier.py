@@ -4,22 +4,18 @@ import dataclasses
 import itertools
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-CLAIMS = Path(__file__).parents[2] / "examples" / "claims"
-sys.path.insert(0, str(CLAIMS))
+from tests.examples.claims_at_hand import grid
+from trimtab.embedded import bad_word_task
 
-import estimates  # noqa: E402
-import frontier  # noqa: E402
-import frontier_views  # noqa: E402
-import grid  # noqa: E402
-from toy_world import Outcome, World  # noqa: E402
-
-from trimtab.embedded import bad_word_task  # noqa: E402
+import estimates  # isort: skip
+import frontier  # isort: skip
+import frontier_views  # isort: skip
+from toy_world import Outcome, World  # isort: skip
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.claims_at_hand import grid, here, small_model
+from tests.examples.claims_at_hand import grid, here, small_model, write_pairs
 
 import estimates  # isort: skip
 import overoptimisation  # isort: skip
@@ -34,21 +34,18 @@ def test_a_row_that_cannot_be_read_is_named_and_one_of_two_prompts_is_no_pair():
         assert overoptimisation.as_pair({"chosen": f"{SPOKEN}12", "rejected": other}, "row 7") is None
 
 
-def write_pairs(path: Path, count: int) -> Path:
-    spoken = [f"\n\nHuman: sort {number % 20}\n\nAssistant: " for number in range(count)]
-    rows = [{"chosen": f"{asked}yes {i}", "rejected": f"{asked}no {i}"} for i, asked in enumerate(spoken)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def asked(number: int) -> str:
+    return f"sort {number % 20}"
 
 
 def test_no_prompt_is_in_two_splits(tmp_path: Path):
-    pairs = write_pairs(tmp_path / "pairs.jsonl", 60)  # three of every prompt
+    pairs = write_pairs(tmp_path / "pairs.jsonl", 60, asked)  # three of every prompt
     options = overoptimisation.argparse.Namespace(pairs=pairs, folder=tmp_path, heldout_pairs=10, proxy_pairs=10)
     overoptimisation.split(options)
     splits = {name: grid.read(tmp_path / "data" / f"{name}.jsonl") for name in ("heldout", "proxy", "gold", "train")}
     assert sum(len(splits[name]) for name in ("heldout", "proxy", "gold")) == 60
-    asked = {name: {json.dumps(row["prompt"]) for row in rows} for name, rows in splits.items()}
-    assert not asked["heldout"] & asked["train"] and not asked["proxy"] & asked["gold"]
+    prompts = {name: {json.dumps(row["prompt"]) for row in rows} for name, rows in splits.items()}
+    assert not prompts["heldout"] & prompts["train"] and not prompts["proxy"] & prompts["gold"]
     assert splits["train"] == splits["proxy"] + splits["gold"]
 
 
@@ -56,16 +53,8 @@ def test_gains_are_over_the_start_and_gold_may_fall():
     rows = [
         {"job": "ppo-pairs-0-1", "step": 0, "eval_proxy": 0.5, "eval_gold": 0.25},
         {"job": "ppo-pairs-0-1", "step": 1, "kl_answer": 0.1, "length": 9},
-        {
-            "job": "ppo-pairs-0-1",
-            "step": 10,
-            "kl_answer": 4.0,
-            "length": 8,
-            "eval_proxy": 1.5,
-            "eval_gold": 0.5,
-            "eval_gold_low": 0.4,
-            "eval_gold_high": 0.6,
-        },
+        {"job": "ppo-pairs-0-1", "step": 10, "kl_answer": 4.0, "length": 8, "eval_proxy": 1.5}
+        | {"eval_gold": 0.5, "eval_gold_low": 0.4, "eval_gold_high": 0.6},
         {"job": "ppo-pairs-0-1", "step": 20, "kl_answer": 9.0, "length": 7, "eval_proxy": 2.5, "eval_gold": 0.0},
     ]
     found = [(point["kl"], point["proxy"], point["gold"]) for point in report.curve(rows, "ppo-pairs-0-1")]
@@ -84,7 +73,7 @@ def test_texts_that_are_alike_are_told_once():
 
 def run_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[dict]:
     here(monkeypatch, overoptimisation_job)
-    model, pairs = small_model(tmp_path / "model"), write_pairs(tmp_path / "pairs.jsonl", 20)
+    model, pairs = small_model(tmp_path / "model"), write_pairs(tmp_path / "pairs.jsonl", 20, asked)
     runs = tmp_path / "runs"
     words = ["--model", str(model), "--pairs", str(pairs), "--folder", str(runs), *SMALL.split()]
     assert overoptimisation.main(["run", *words, *more]) == 0

@@ -1,43 +1,33 @@
 """Judge, frontier and attack on a real model: what is dealt out, what is shown, and each script in its tiny mode."""
 
 import itertools
-import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-CLAIMS = Path(__file__).parents[2] / "examples" / "claims"
-sys.path.insert(0, str(CLAIMS))
+from tests.examples.claims_at_hand import grid, write_pairs
+from trimtab.config.option import options_of
+from trimtab.config.rl_jobs import TailOptions
+from trimtab.embedded import tiny_recipes
 
-import grid  # noqa: E402
-import judge  # noqa: E402
-import real_frontier  # noqa: E402
-import real_frontier_answers as answers  # noqa: E402
-import real_frontier_variants as variants  # noqa: E402
-import real_frontier_views as views  # noqa: E402
-from estimates import at  # noqa: E402
-
-from trimtab.config.option import options_of  # noqa: E402
-from trimtab.config.rl_jobs import TailOptions  # noqa: E402
-from trimtab.embedded import tiny_recipes  # noqa: E402
+import judge  # isort: skip
+import real_frontier  # isort: skip
+import real_frontier_answers as answers  # isort: skip
+import real_frontier_variants as variants  # isort: skip
+import real_frontier_views as views  # isort: skip
+from estimates import at  # isort: skip
 
 SETTING = "LoRA 16, 2e-4, 2 epochs"
 
 
-def write_pairs(path: Path, count: int = 60) -> Path:
-    rows = []
-    for number in range(count):
-        asked = f"\n\nHuman: what is {number // 2}?\n\nAssistant:"  # every question twice
-        rows.append({"chosen": f"{asked} it is {number}", "rejected": f"{asked} no"})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+@pytest.fixture
+def pairs(tmp_path) -> Path:
+    return write_pairs(tmp_path / "pairs.jsonl", 60, lambda number: f"what is {number // 2}?")  # every question twice
 
 
-def test_no_question_is_on_two_sides_of_the_judge_or_of_the_policy(tmp_path):
-    pairs = write_pairs(tmp_path / "pairs.jsonl")
+def test_no_question_is_on_two_sides_of_the_judge_or_of_the_policy(tmp_path, pairs):
     judge.deal(Namespace(out=tmp_path, pairs=pairs, rows=None, folds=3))
     parts = {path.stem: {judge.question_of(row) for row in grid.read(path)} for path in tmp_path.glob("*-*.jsonl")}
     for name in ("report", "fold-0", "fold-1", "fold-2"):
@@ -69,10 +59,15 @@ def synthetic(method: str, weight: float, reward: float, kl: float, spread: floa
             "rewards": (reward + spread * numbers).ravel().tolist(), "kl": [kl] * 300}  # fmt: skip
 
 
-def test_methods_are_compared_where_they_match(tmp_path, capsys):
+def two_lines(spread: float) -> list[dict]:
+    """The model before training, and two weights of each method; `spread`: RePULSe's."""
     rows = [synthetic(views.BEFORE, 0, 0.0, 0.0, 1.0)]
     rows += [synthetic("REINFORCE", w, r, k, 1.0) for w, r, k in ((0.2, 0.5, 1.0), (0.1, 1.0, 2.0))]
-    rows += [synthetic("RePULSe", w, r, k, 0.2) for w, r, k in ((0.2, 0.6, 1.1), (0.1, 1.1, 2.2))]
+    return rows + [synthetic("RePULSe", w, r, k, spread) for w, r, k in ((0.2, 0.6, 1.1), (0.1, 1.1, 2.2))]
+
+
+def test_methods_are_compared_where_they_match(tmp_path, capsys):
+    rows = two_lines(spread=0.2)
     assert views.alike(rows) == ["REINFORCE 0.1 1", "RePULSe 0.1 1"]
     threshold = answers.threshold_of(rows, 0.05)
     assert threshold == pytest.approx(-1.645, abs=0.5)
@@ -89,9 +84,7 @@ def test_methods_are_compared_where_they_match(tmp_path, capsys):
 
 
 def test_variants_stand_beside_the_lines_and_change_nothing_else(tmp_path, capsys):
-    rows = [synthetic(views.BEFORE, 0, 0.0, 0.0, 1.0)]
-    rows += [synthetic("REINFORCE", w, r, k, 1.0) for w, r, k in ((0.2, 0.5, 1.0), (0.1, 1.0, 2.0))]
-    rows += [synthetic("RePULSe", w, r, k, 0.9) for w, r, k in ((0.2, 0.6, 1.1), (0.1, 1.1, 2.2))]
+    rows = two_lines(spread=0.9)
     views.table(rows, "reported", -1.0, tmp_path)
     without = capsys.readouterr().out
     course = {"reward": [0.1, 0.8], "proposal_reward": [0.0, -0.5], "proposal_effective_samples": [2.0, 1.5]}
@@ -159,10 +152,9 @@ def test_all_settings_sample_equally_many_answers_and_are_options_of_the_command
     assert len(said) == len(settings) and len(set(pushed)) == len(pushed)  # no two alike
 
 
-def test_settings_have_seeds_of_their_own_and_come_after_the_first_comparison(tmp_path, monkeypatch):
+def test_settings_have_seeds_of_their_own_and_come_after_the_first_comparison(tmp_path, pairs, monkeypatch):
     named: list[str] = []
     monkeypatch.setattr(grid, "run", lambda jobs, *_, **__: named.extend(job.name for job in jobs) or [])
-    pairs = write_pairs(tmp_path / "pairs.jsonl")
     words = ["--model", "m", "--judge", "j", "--out", str(tmp_path), "--pairs", str(pairs)]
     words += ["--methods", "REINFORCE", "--weights", "REINFORCE=0.5", "--variants", "RePULSe, beta -1"]
     real_frontier.main(["run", *words, "--seeds", "2", "3", "--variants_seeds", "2", "3"])
@@ -199,9 +191,9 @@ def test_attacks_are_counted_goal_by_goal(capsys):
 
 
 @pytest.mark.long
-def test_judge_frontier_and_attack_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+def test_judge_frontier_and_attack_run_one_after_the_other(tmp_path, pairs, monkeypatch, capsys):
     tiny_recipes.write(tmp_path / "task")
-    model, pairs = str(tmp_path / "task" / "llama"), write_pairs(tmp_path / "pairs.jsonl")
+    model = str(tmp_path / "task" / "llama")
     made = tmp_path / "judge"
     words = ["--model", model, "--pairs", str(pairs), "--out", str(made), "--folds", "2", "--settings", SETTING]
     assert judge.main([*words, "--seeds", "1", "--more", "max_len=64"]) == 0

@@ -1,7 +1,6 @@
 """PaddleNLP's recipe from end to end in its tiny mode: puzzles, reward server, GRPO and REINFORCE++ from its files."""
 
 import importlib
-import json
 import os
 import shutil
 import statistics
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.test_examples import EXAMPLES, run
+from tests.examples.test_examples import EXAMPLES, run, words_given_to
+from tests.report.pages import read_lines as read
 from tests.rewards.running import running
 from trimtab.config.job_file import with_config
 from trimtab.config.parser import parse
@@ -35,22 +35,14 @@ def server():
         yield server
 
 
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def commands(place: Path, *words: str, **settings: str) -> list[tuple[str, list[str]]]:
-    """The modules and options that the recipe runs one after the other: its Python is one that repeats its words."""
-    repeating = place / "python"
-    repeating.write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
-    repeating.chmod(0o755)
-    done = run("paddlenlp/knights", *words, PYTHON=str(repeating), **settings)
-    assert done.returncode == 0, done.stderr.decode()
-    return [
-        (module, words) for module, *words in (part.split("\0")[:-1] for part in done.stdout.decode().split("-m\0")[1:])
-    ]
+    """The modules and options that the recipe runs one after the other."""
+    said = words_given_to("python", place, "paddlenlp/knights", *words, PYTHON="python", **settings)
+    starts = [place for place, word in enumerate(said) if word == "-m"]
+    return [(said[at + 1], said[at + 2 : end]) for at, end in zip(starts, [*starts[1:], len(said)])]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_recipe_learns_the_form_of_answers_in_its_tiny_mode(method, folder, server, tmp_path, capsys):
     tiny = {"TINY": "1", "TINY_FOLDER": str(folder), "REWARD_URL": server.url}

@@ -102,7 +102,7 @@ def test_command_writes_beside_the_first_run_or_where_output_says(two, tmp_path,
         (f"{both} --output {tmp_path}", tmp_path / "comparison.html"),
         (f"{two[0]} --output {tmp_path}/one/", tmp_path / "one/report.html"),
     ):
-        assert trimtab(f"report {words}").out == f"{place}\n"
+        assert trimtab(f"report {words}").said == f"{place}\n"
         assert place.read_text().startswith("<!doctype html>")
 
 

@@ -182,7 +182,7 @@ def test_what_the_figures_alone_catch(compared, rl_pair, control, columns, told)
 
 def test_the_error_without_the_floor_is_told_where_the_floor_decides(trimtab, rl_pair):
     scale_rows(rl_pair[1], kl=(1.05, 1.05, 0))
-    told = trimtab("compare", *rl_pair).out.replace("\u00a0", " ")
+    told = trimtab("compare", *rl_pair).said.replace("\u00a0", " ")
     (line,) = [line for line in told.splitlines() if line.startswith("KL ")]
     assert "1.03 % (5 % without its floor)" in line
     assert told.count("without its floor") == 1, "no other figure has one"
@@ -375,7 +375,7 @@ def test_limits_that_make_no_sense_are_refused(refusal, pair, words):
 
 def test_the_page_shows_both_curves_and_their_difference(trimtab, pair, tmp_path):
     scale_rows(pair[1], loss=(1, 1.001, 0))
-    assert trimtab("compare", *pair).out.splitlines()[-1] == f"page: {pair[1]}/agreement.html"
+    assert trimtab("compare", *pair).said.splitlines()[-1] == f"page: {pair[1]}/agreement.html"
     page = (pair[1] / "agreement.html").read_text()
     seen = Checked(page)
     assert "script" not in seen.tags and not any(name == "src" for name, _ in seen.attributes)

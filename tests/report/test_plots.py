@@ -93,7 +93,7 @@ def test_cvar_and_attack_success_are_read_at_any_level_and_threshold(place):
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_the_command_draws_a_picture_and_says_where(place, words, ending, trimtab):
     output = place / "made" / f"picture.{ending}"
-    assert trimtab(f"plot {words} {place}/figure.yaml --output {output}").out.strip() == str(output)
+    assert trimtab(f"plot {words} {place}/figure.yaml --output {output}").said.strip() == str(output)
     start = {"png": b"\x89PNG", "svg": b"<?xml"}[ending]
     assert output.read_bytes().startswith(start) and output.stat().st_size > 5000
 

@@ -127,7 +127,7 @@ def test_a_long_run_stays_a_small_page(run):
 
 
 def test_command_prints_the_path(run, trimtab):
-    assert trimtab(f"report {run}").out == f"{run / 'report.html'}\n"
+    assert trimtab(f"report {run}").said == f"{run / 'report.html'}\n"
 
 
 @pytest.mark.parametrize("words", ["", "here/is/nothing", ".", "--folder x"])

@@ -17,13 +17,13 @@ from trimtab.report.terminal import keys_in
 def test_without_a_terminal_it_prints_how_things_stand_and_leaves(tmp_path, trimtab):
     write_rl_run(tmp_path / "a")
     write_run(tmp_path / "b")
-    text = trimtab(f"watch {tmp_path}/a {tmp_path}/b {tmp_path}/a").out
+    text = trimtab(f"watch {tmp_path}/a {tmp_path}/b {tmp_path}/a").said
     assert text.count("● finished") == 2 and "\x1b" not in text and "loss" in text
 
 
 def test_only_wait_waits_for_a_run_of_which_nothing_can_be_read(tmp_path, trimtab):
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00 no row\n")
-    text = trimtab(f"watch {tmp_path} --once").out
+    text = trimtab(f"watch {tmp_path} --once").said
     assert "no run here yet" in text and "metrics.jsonl: 1 unreadable line left out" in text
 
 

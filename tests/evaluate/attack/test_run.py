@@ -32,11 +32,14 @@ class Judge:
 
 def options_of(folder, **changes):
     settings = {
-        "pretrain": "planted",
-        "file_path": "goals.csv",
-        "output_path": str(folder / "found.jsonl"),
-        "gcg_optim_str_init": "xxxx",
-        **{"gcg_steps": 8, "gcg_search_width": 64, "gcg_topk": 16, "gcg_use_prefix_cache": True},
+        **{"pretrain": "planted", "file_path": "goals.csv", "output_path": str(folder / "found.jsonl")},
+        **{
+            "gcg_optim_str_init": "xxxx",
+            "gcg_steps": 8,
+            "gcg_search_width": 64,
+            "gcg_topk": 16,
+            "gcg_use_prefix_cache": True,
+        },
         **{"samples_per_prompt": 40, "max_new_tokens": 1, "reward_pretrain": "judge", "reward_threshold": -4.0},
     }
     return AttackOptions(**(settings | changes))
