@@ -94,7 +94,7 @@ def prepared(options: Job, unwritten: Path | None = None) -> Job:
 
 
 def check_folders(options: CallOptions, unwritten: Path | None = None) -> None:
-    """Refuse folders that are seen at a glance not to be models, and those that another run has locked, before anything
+    """Refuse folders that are obviously not models, and folders that another run has locked, before anything
     imports torch. What is inside them is looked at when they are read."""
     for name, option in options_of(type(options)).items():
         for place in places(options, name) if option.place == "model" else ():
@@ -123,7 +123,7 @@ def launches_others(options: Options) -> bool:
 
 
 def _first_to_speak() -> bool:
-    """Whether nobody has said already what every process of a run could say."""
+    """Whether this process is the one of its run that prints notes."""
     return os.environ.get("RANK", "0") == "0" and STORE_SOCKET not in os.environ
 
 

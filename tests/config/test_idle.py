@@ -89,7 +89,7 @@ def read_by(job_class: type) -> frozenset[str]:
     if issubclass(job_class, CheckpointOptions):
         modules.append(f"trimtab.train.{job_class.trainer}")  # which the command imports by name
     elif job_class.verb == "generate":
-        modules += ["trimtab.evaluate.generation", "trimtab.evaluate.generation"]  # likewise
+        modules.append("trimtab.evaluate.generation")  # likewise
     files = {path for module in modules for path in reached(module)}
     return frozenset().union(*map(read_in, files), *map(settled_by, job_class.__mro__))
 

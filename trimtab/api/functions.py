@@ -199,7 +199,7 @@ def _start(
     tools: Sequence[Callable[..., Any]] = (),
     **named: Any,
 ) -> Run:
-    """Train with the arguments of a function; `named`: those that stand for options."""
+    """Train with the arguments of a function; `named`: the arguments that stand for options."""
     job = TRAINED[verb]
     values = {STAND_FOR[name]: value for name, value in named.items()}
     values["load_checkpoint"] = values["load_checkpoint"] or None

@@ -1,4 +1,4 @@
-"""Losses of a Learner: those that are known by name, from algos/, and what any other one is given.
+"""Losses of a Learner: the named ones, from algos/, and the arguments of the user's own.
 
 A loss is a sum over trained tokens, not a mean: `Learner.optim_step` divides once, by all that was gathered. The
 figures beside it are sums too, so that how samples are cut into passes changes nothing.

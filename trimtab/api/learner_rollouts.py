@@ -156,7 +156,7 @@ def rooms(prompts: Sequence[list[int]], sampling: SamplingParams, context: int |
 
 
 def seeds_of(seeds: Any, prompts: int) -> list[int]:
-    """One for each of so many prompts."""
+    """One for each prompt."""
     found = as_in_yaml(seeds)
     if not isinstance(found, list) or not all(isinstance(seed, int) for seed in found):
         raise UserError(f"seeds must be a list of whole numbers, not {seeds!r:.60}")

@@ -437,7 +437,7 @@ def kk_data(argv: Sequence[str]) -> None:
     )
     parser.add_argument("file", metavar="FILE.jsonl", help="where the rows go; what is there is replaced")
     parser.add_argument("--split", default="train", help="which split of ROWS, where there are several")
-    parser.add_argument("--max_samples", type=int, help="only so many rows, the first; unset: all")
+    parser.add_argument("--max_samples", type=int, help="only the first N rows; unset: all")
     options = parser.parse_args(argv)
     if Path(options.file).suffix != ".jsonl":
         raise UserError(f"{options.file}: the rows are JSON lines; give a file that ends in .jsonl")

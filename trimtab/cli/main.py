@@ -56,7 +56,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve": ("trimtab.cli.serve_rm:serve_main", "a model as an HTTP server that other projects' clients accept"),
     "serve-rm": ("trimtab.cli.serve_rm", "a reward model, a process reward model or a verifier as an HTTP server"),
     "kk-data": ("trimtab.cli.commands:kk_data", "knights-and-knaves puzzles as rows of PaddleNLP's recipe"),
-    "attack": ("trimtab.cli.evaluate_gcg_sz:main", "search for suffixes that make a model misbehave (GCG)"),
+    "attack": ("trimtab.cli.evaluate_gcg_sz", "search for suffixes that make a model misbehave (GCG)"),
     "plot": ("trimtab.cli.commands:plot", "draw curves and frontiers of several runs"),
     "plan": ("trimtab.cli.commands:plan", "what memory and time a training job needs, on this device or another"),
     "jobs": ("trimtab.cli.commands:jobs", "write Slurm or shell files for a command over seeds"),
@@ -133,7 +133,7 @@ Job = TypeVar("Job", bound=CallOptions)
 
 
 def job_main(verb: str, translate: Callable[[Sequence[str]], Sequence[str]] = list) -> Callable[..., int]:
-    """The `main` of a job that trains or generates; `translate` makes its words of those that were typed.
+    """The `main` of a job that trains or generates; `translate` turns the typed words into its own.
 
     RePULSe's documents start all their methods as train_ppo: such a command is one of `trimtab tail`.
     """
@@ -222,7 +222,7 @@ def guarded(name: str, action: Callable[[], int | None], options: Callable[[], O
 
 
 class SteadyStream:
-    """A stream for text. Once it can no longer be written to, what is written is lost, and nobody fails."""
+    """A stream for text. Once it can no longer be written to, writing does nothing and raises no error."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

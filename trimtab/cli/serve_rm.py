@@ -33,7 +33,7 @@ def serve_reward(options: ServeRMOptions) -> None:
     finally:
         reward.close()
     if not finished:
-        # A batch that is beyond its time is still being computed, by a thread that nobody can end.
+        # A batch that exceeded its time still runs, in a thread that cannot be ended.
         os._exit(0)
 
 
@@ -59,7 +59,7 @@ def serve_policy(options: ServeOptions) -> None:
 
     ended = run_policy_server(options, None if token == NO_TOKEN else token, say=served, note=note)
     if not ended:
-        # A pass that is beyond its time is still being computed, by a thread that nobody can end.
+        # A pass that exceeded its time still runs, in a thread that cannot be ended.
         os._exit(0)
 
 

@@ -316,7 +316,7 @@ class EnvironmentOptions(Options):
     env_workers: int | None = option(None, at_least=1)
     """Processes that environments run in; unset: one for each core, and at most 8."""
     env_threads: int = option(16, at_least=1)
-    """Threads in each of them for methods that are not async: so many may work at once."""
+    """Threads in each of them for methods that are not async: the number of calls that run at the same time."""
     env_memory: float = option(8.0, above=0)
     """GiB that each of them may take."""
     env_retries: int = option(2, at_least=0)
@@ -363,8 +363,8 @@ class AgentTrainingOptions(EnvironmentOptions):
     """Share of an iteration's groups that may be left out before the run stops, with a checkpoint; of few, one.
     A group is left out where an episode of it fails, retries and all; the next prompt is taken for it."""
     env_eval_rows: int = option(0, at_least=0)
-    """Rows of the environment to evaluate on, of another seed than those that are learnt from or, where it has a data
-    set, held out of that; 0: none."""
+    """Rows of the environment to evaluate on: made with another seed than the training rows or, if the environment has
+    a data set, held out of it; 0: none."""
     turn_reward: str = option("sum", choices=("sum", "returns"))
     """sum: the rewards of all turns are the episode's. returns: a turn is judged by what comes from it on, less what
     episodes of its group got as wholes."""

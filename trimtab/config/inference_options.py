@@ -229,7 +229,7 @@ class ServerOptions(Options):
 
     @property
     def token(self) -> str | None:
-        """What was given; NO_TOKEN: nobody is asked for one."""
+        """The key that clients must send; NO_TOKEN: none."""
         return self.bearer_token or os.environ.get(TOKEN_VARIABLE) or (None if self.makes_token else NO_TOKEN)
 
     def check(self) -> Iterable[str]:
@@ -242,7 +242,7 @@ class RewardServerOptions(ServerOptions):
     """Server"""
 
     batch_size: int | None = option(None, at_least=1)
-    """At most this many samples in one pass, whoever sent them; unset: as many as wait, by tokens."""
+    """At most this many samples in one pass, also of several clients; unset: as many as wait, by tokens."""
 
 
 class PolicyServerOptions(ServerOptions):
@@ -259,8 +259,8 @@ class PolicyServerOptions(ServerOptions):
     max_waiting: int = option(1024, at_least=1)
     """Requests at once, at work or waiting; beyond them a request gets a 503 and may try again."""
     private_sessions: bool = False
-    """Sessions have names that the server makes (POST /sessions) and nobody guesses; without such a name a session is
-    neither gone on with nor traced. Unset: whoever has the key may name any session, and read its trace."""
+    """Sessions have unguessable names that the server makes (POST /sessions); without such a name a session is
+    neither gone on with nor traced. Unset: every client with the key may name any session and read its trace."""
     http_processes: int | None = option(None, at_least=0, at_most=64)
     """Processes that read requests and write replies beside the engine's; 0: its own does; unset: on an accelerator
     half as many as there are cores, at most 8, and 0 on a CPU, whose cores the engine needs."""

@@ -131,7 +131,7 @@ class DPOOptions(
     """Preference optimisation"""
 
 
-# OpenRLHF starts KTO from bigscience/bloomz-1b7 when no model is named. Nobody means that, so here it must be named.
+# OpenRLHF starts KTO from bigscience/bloomz-1b7 when no model is named. Here a model must be named.
 class KTOOptions(
     Subject,
     training.DropoutOptions,

@@ -170,7 +170,7 @@ class PreferenceLossOptions(BetaOptions):
     """Margin of simpo: -log sigmoid(beta x difference - gamma)."""
 
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
-        # Two spellings of one choice; whoever reads either must see it.
+        # Two options for one choice; code that reads either must see it.
         if self.ipo and self.preference_loss == "dpo":
             changes["preference_loss"] = "ipo"
         elif self.preference_loss == "ipo":

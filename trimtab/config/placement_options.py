@@ -54,7 +54,7 @@ class ShardingOptions(ProcessOptions):
         return self.processes
 
     def mesh_sizes(self, processes: int, *, learns: bool = True) -> dict[str, int]:
-        """The dimensions of a mesh of so many processes, but for the one that follows from the others. A UserError: it
+        """The dimensions of a mesh of these processes, except the one that follows from the others. A UserError: it
         has no such dimensions. `learns`: its model is trained; one that only scores may be in fewer processes than
         --shard_size names, and keeps nothing for a backward pass."""
         context, tensor = self.ring_attn_size, self.ds_tensor_parallel_size

@@ -297,7 +297,7 @@ _Dumper.add_representer(
 
 _USER = re.compile(r"(?<=//)[^/?#\s]*@")
 _NAMES = re.compile(r"key|token|secret|pass|pwd|auth|sig|cred|session|jwt|bearer", re.IGNORECASE)
-_LONG = 20  # a value of so many characters may be a key, whatever it is called
+_LONG = 20  # a value of at least this length may be a key, whatever its name
 
 
 def without_credentials(address: str) -> str:

@@ -40,7 +40,7 @@ class RolloutOptions(SamplingOptions):
     generate_max_len: int = option(1024, at_least=1)
     """At most this many tokens in an answer."""
     generate_min_len: int = option(0, at_least=0)
-    """No answer ends before it has so many tokens."""
+    """No answer ends before it has this many tokens."""
     micro_rollout_batch_size: int = option(8, at_least=1)
     """Answers in one pass of scoring (log-probabilities, values, rewards); it changes memory and speed, not the
     result."""
@@ -62,7 +62,7 @@ class RolloutOptions(SamplingOptions):
     dynamic_filtering_rule: str = option("mean", choices=("mean", "differing"), needs="dynamic_filtering")
     """Which groups are kept: mean, by the range below; differing, those whose scores are not all alike."""
     dynamic_filtering_batches: int | None = option(None, at_least=1, needs="dynamic_filtering")
-    """At most so many rounds of sampling for an iteration, which is then made of the groups there are; unset: as many
+    """At most this many rounds of sampling for an iteration, which is then made of the groups there are; unset: as many
     as it takes."""
     dynamic_filtering_reward_range: tuple[float, float] = option((0.0, 1.0), needs=("dynamic_filtering_rule", "mean"))
     """Mean scores between these two, both excluded, are kept."""
@@ -177,7 +177,7 @@ class PolicyLossOptions(Options):
     entropy_loss_coef: float | None = option(None, at_least=0)
     """Weight of the entropy, which is raised; 0: only measured; unset: not even that."""
     freezing_actor_steps: int = option(-1, at_least=-1)
-    """Train the critic alone for so many iterations; 0 or -1: none."""
+    """Train the critic alone for this many iterations; 0 or -1: none."""
     mismatch_correction: str | None = option(None, choices=("tis", "icepop", "sequence"))
     """Weigh tokens by how far the policy is from what sampled them: tis (truncated), icepop (tokens outside the range
     are left out) or sequence (answers outside the range are left out); unset: none."""
@@ -249,7 +249,7 @@ class SamplingEvaluationOptions(AnswerOptions):
 
 
 BOUND_PER_BATCH = 4
-"""--async_staleness for each batch of --async_queue_size, if nobody says how old answers may get."""
+"""Default of --async_staleness for each batch of --async_queue_size."""
 
 
 class AsyncOptions(Options):
@@ -261,7 +261,7 @@ class AsyncOptions(Options):
     async_queue_size: int = option(1, at_least=0, needs="async_train")
     """Batches that are under way ahead of the one to be learnt from; 0: none, as without --async_train."""
     async_staleness: int | None = option(None, at_least=0, needs="async_train")
-    """At most so many iterations lie between the start of an answer and its use; unset: 4 for each batch of
+    """At most this many iterations lie between the start of an answer and its use; unset: 4 for each batch of
     --async_queue_size; 0: none, as without --async_train."""
     partial_rollout: bool = False
     """Engines of their own take new weights in the middle of answers, which then go on; without, they first end those

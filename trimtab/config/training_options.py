@@ -262,8 +262,8 @@ class BatchOptions(PackingOptions):
     max_epochs: int = option(1, at_least=1)
     """Passes over the data; in RL over the rollouts of each iteration."""
     max_steps: int = every(-1)
-    """Stop after so many optimiser steps (RL: iterations) if the data give more, with a schedule that fits them; -1: no
-    limit."""
+    """Stop after this many optimiser steps (RL: iterations) if the data give more, with a schedule that fits them; -1:
+    no limit."""
     gradient_accumulation_steps: int | None = of_this_call(None, above=0)
     """Passes of a process in a step, where --train_batch_size is not given: the step is then the samples of a pass
     times these times the processes, as in transformers."""
@@ -332,7 +332,7 @@ class PrefixOptions(Options):
 
 
 def checkpoints_in(save_path: str) -> str:
-    """Where the checkpoints of a run lie if nobody says where."""
+    """The default folder of a run's checkpoints."""
     return os.path.join(save_path, "checkpoints")
 
 
@@ -342,7 +342,7 @@ class CheckpointOptions(Options):
     save_path: str = "./ckpt"
     """Folder of the final model, in Hugging Face form."""
     save_steps: int = every(-1)
-    """Checkpoint every so many optimiser steps (RL: iterations); -1: never."""
+    """Checkpoint every N optimiser steps (RL: iterations); -1: never."""
     overwrite: bool = of_this_call(False)
     """Replace a finished run in --save_path; without this it is set aside, as NAME.old-1."""
     ckpt_path: str | None = None
@@ -395,9 +395,9 @@ class LoggingOptions(Options):
     """Logging and evaluation"""
 
     logging_steps: int = option(1, at_least=1)
-    """Show and send metrics every so many optimiser steps (RL: iterations); metrics.jsonl has every one."""
+    """Show and send metrics every N optimiser steps (RL: iterations); metrics.jsonl has every one."""
     eval_steps: int = every(-1)
-    """Evaluate every so many optimiser steps (RL: iterations); -1: after each epoch (RL: at the start and the end)."""
+    """Evaluate every N optimiser steps (RL: iterations); -1: after each epoch (RL: at the start and the end)."""
     use_wandb: str | None = secret(None, bare="True")
     """Send metrics to wandb: True (after `wandb login`), online, offline, or an API key."""
     wandb_org: str | None = option(None, needs="use_wandb")

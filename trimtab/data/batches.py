@@ -205,7 +205,7 @@ class SampleOrder:
     shuffled: bool = True
     """Else every epoch has the samples in the order of the data."""
     multiple: int = 1
-    """An epoch leaves out the last samples of its permutation that do not fill so many."""
+    """An epoch leaves out the last samples of its permutation that do not fill a multiple of this number."""
 
     @property
     def samples_per_epoch(self) -> int:

@@ -130,7 +130,7 @@ def available(rows: Dataset) -> int:
 
 
 def locations_of(rows: Dataset, what: str) -> RowLocations:
-    """Where the rows stand; `what` ("the train data") is said where nobody knows."""
+    """Where the rows stand; `what` ("the train data") is the name where the place is unknown."""
     return _known.get(rows) or Numbered(what)
 
 
@@ -274,7 +274,7 @@ def _kind(value: object) -> str:
 
 LIMIT_VARIABLE = "TRIMTAB_MAX_UNPACKED_GIB"
 AT_LEAST = 2**30  # bytes that any files may unpack to,
-TIMES = 50  # or so many times what they weigh: text gains 3 to 10 times
+TIMES = 50  # or this many times their compressed size: text grows 3 to 10 times
 GZIP_TIMES = 1032  # the most that gzip can do
 ROWS_AT_ONCE = 256
 BYTES_AT_ONCE = 2**20

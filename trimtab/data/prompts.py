@@ -71,7 +71,7 @@ class PromptReport(DataReport):
     first_unlabelled: str = ""
     """Where the first of them stands."""
     template_unused: bool = False
-    """The prompts are text and reach a model that has a chat template without it, and nobody asked for that."""
+    """The prompts are text, the model has a chat template, and no option says whether to apply it."""
 
     noun: ClassVar[str] = "prompts"
 

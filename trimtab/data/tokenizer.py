@@ -105,11 +105,11 @@ TOKENS_AT_ONCE = 2**15
 
 
 class ByteTable:
-    """The bytes of all tokens; special ones, and those that the tokenizer does not know, have none."""
+    """The bytes of all tokens; special and unknown ones have none."""
 
     def __init__(self, names: dict[str, int], special: set[str]):
         """`names`: of all tokens."""
-        found = [b""] * (2 + max(names.values(), default=-1))  # the last one is what nobody knows
+        found = [b""] * (2 + max(names.values(), default=-1))  # the last one stands for unknown ids
         letters = _letters()
         for name, token in names.items():
             if name not in special:

@@ -157,8 +157,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def release_main_memory() -> None:
     """Return freed memory to the system. The C library keeps it otherwise, so that a model gathered layer by layer
-    would
-    take as much memory as a whole one."""
+    would take as much memory as a whole one."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 

@@ -34,8 +34,7 @@ GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfl
 
 def accumulate_in(dtype: torch.dtype, parameter: Tensor, sums: dict[str, Tensor], name: str) -> None:
     """Accumulate a parameter's gradients in `dtype` in `sums`. Each is converted as soon as the backward pass has
-    computed
-    it, so that the gradients never exist in two dtypes at once."""
+    computed it, so that the gradients never exist in two dtypes at once."""
 
     def accumulate(parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -98,8 +97,7 @@ def shard(
 
 def sync_gradients(module: nn.Module, last: bool) -> None:
     """Set whether the next backward pass sums gradients over processes: in the last one of a step, or in all if the
-    sums
-    are too large to be kept unsharded."""
+    sums are too large to be kept unsharded."""
     own_heartbeat.move()
     if hasattr(module, "set_requires_gradient_sync"):
         module.set_requires_gradient_sync(last or not keeps_unsharded_sums(learnt(module)))
@@ -107,8 +105,7 @@ def sync_gradients(module: nn.Module, last: bool) -> None:
 
 def keeps_unsharded_sums(learnt: int) -> bool:
     """Whether gradients of this many parameters are accumulated unsharded and summed over processes once a step. It
-    depends
-    on the size alone, because all processes must decide alike."""
+    depends on the size alone, because all processes must decide alike."""
     return 4 * learnt <= WHOLE_SUMS
 
 
@@ -184,8 +181,7 @@ def sum_over_parts(value: Tensor, tensor: Tensor) -> Tensor:
 
 def _keep_among_neighbours(part: Any, kept: DeviceMesh) -> None:
     """Between forward and backward pass, keep weights sharded over a few neighbours (ZeRO++'s secondary partition), so
-    that
-    gathering them again needs no other process.
+    that gathering them again needs no other process.
 
     FSDP2 can do this (`reshard_after_forward=2`), but creates process groups for every layer, in which every process of
     the world must take part. Ours are created once, with the mesh, so FSDP2's private fields are set here. `part`:

@@ -113,8 +113,7 @@ class PendingCall:
 
     def poll(self, seconds: float) -> list[Any]:
         """Like `wait`, for processes independent of each other: after `seconds`, `Unanswered` stands for a missing
-        result,
-        which a later call may return, and EngineLost for the result of a dead engine."""
+        result, which a later call may return, and EngineLost for the result of a dead engine."""
         return self.wait()
 
 
@@ -167,8 +166,7 @@ class Group(ABC):
     @abstractmethod
     def reinit_process_group(self) -> bool:
         """Make the processes callable again after OutOfMemory. True: there are several, and their sharded models must
-        be
-        rebuilt, since they can only be saved now."""
+        be rebuilt, since they can only be saved now."""
 
 
 class InProcessGroup(Group):
@@ -262,8 +260,7 @@ class RoleHost:
 
     def settle(self) -> None:
         """Seed this process after all units are built. Only dropout may differ between processes, and only between
-        those
-        that work on different tokens."""
+        those that work on different tokens."""
         if self._random is not None:
             restore_random_state(self._random)
             self._random = None
@@ -487,8 +484,7 @@ class RpcHub:
 
     def _post(self, value: Any, rank: int) -> list[tuple[Any, torch.Tensor]]:
         """Send without waiting: the receiver may be busy, or have a result to send first. The caller must keep the
-        returned
-        tensors until they have been sent."""
+        returned tensors until they have been sent."""
         message = torch.frombuffer(self._serializer.pack(value), dtype=torch.uint8)
         parts = torch.tensor([len(message)]), message
         return [(dist.isend(part, rank, group=self._channel), part) for part in parts]

@@ -51,8 +51,7 @@ class Mesh:
         neighbours: int = 1,
     ):
         """`ranks`: processes of the world, if not all. The shard dimension takes the remaining factor. `neighbours`:
-        the
-        number of processes over which gathered parameters stay sharded (--zpg); 1: all."""
+        the number of processes over which gathered parameters stay sharded (--zpg); 1: all."""
         self.world = world or World()
         self.ranks = tuple(range(self.world.size) if ranks is None else ranks)
         assert self.ranks == tuple(sorted({*self.ranks} & {*range(self.world.size)})), self.ranks
@@ -110,8 +109,7 @@ class Mesh:
 
     def for_sharding(self, *, copies: bool = True) -> DeviceMesh:
         """The device mesh over which parameters are sharded. `copies=False`: without replicas, for a frozen model that
-        is
-        sharded although the trained one is replicated."""
+        is sharded although the trained one is replicated."""
         names = self._device_mesh(copies).mesh_dim_names
         assert names is not None
         return self._device_mesh(copies)[tuple(name for name in names if name != "tensor")]
@@ -123,8 +121,7 @@ class Mesh:
 
     def for_neighbours(self) -> DeviceMesh | None:
         """The device mesh over whose last dimension parameters stay sharded between forward and backward pass. None:
-        over
-        the usual one."""
+        over the usual one."""
         if self.neighbours > 1 and self._neighbour_mesh is None:
             own = next(ranks for ranks in self._rank_sets(SPLIT) if self.world.rank in ranks)
             groups = [self._groups[FAR] or dist.group.WORLD, self._groups[NEAR] or dist.group.WORLD]

@@ -196,8 +196,7 @@ def new_group(ranks: Sequence[int] | None = None, **options: Any) -> dist.Proces
 
 def join_group_of_one() -> None:
     """Create a default group of this process alone, for a library that needs one: it would open a port on every
-    interface
-    otherwise. Does nothing if there is a group already."""
+    interface otherwise. Does nothing if there is a group already."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -274,8 +273,7 @@ def abort_reason() -> str | None:
 
 def reinit_process_group(world: World) -> None:
     """Replace the aborted default group by a new one of the same processes. Objects made for the old group, sharded
-    models
-    above all, cannot be used with the new one."""
+    models above all, cannot be used with the new one."""
     if world.size == 1:
         return
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())

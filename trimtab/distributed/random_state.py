@@ -26,8 +26,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
 
 def process_seed(seed: int, rank: int, step: int = 0) -> int:
     """Seed for randomness that differs between processes, such as dropout; `step`: the step at which the run was
-    resumed
-    with another number of processes."""
+    resumed with another number of processes."""
     return seed + 1_000_003 * rank + 15_485_863 * step
 
 

@@ -186,8 +186,7 @@ class TransferChannel:
     @contextlib.contextmanager
     def receiving(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Yield an iterator over all tensors that are sent. After a failure the remaining tensors are zeros, and the
-        end of
-        the context raises: the model's loader can finish, so that a later sync can load again."""
+        end of the context raises: the model's loader can finish, so that a later sync can load again."""
         failures: list[RuntimeError] = []
         yield self._received(failures)
         if failures:
@@ -256,8 +255,7 @@ class TransferSender:
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send all tensors. If a receiver is lost, sending stops but gathering continues, since other processes take
-        part in
-        it; the error is raised at the end."""
+        part in it; the error is raised at the end."""
         if self._channel is None:
             for _ in tensors:
                 own_heartbeat.move()

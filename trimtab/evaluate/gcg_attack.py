@@ -390,7 +390,7 @@ class AttackRun:
     # ---- all targets
 
     def work_through(self, targets: list[Target]) -> list[dict[str, Any]]:
-        """The rows of all targets, those that an earlier call has finished among them."""
+        """The rows of all targets, including the ones that an earlier call finished."""
         journal = Journal(str(check_output(self.options)), self._settings(targets))
         journal.open(0)
         steps, done = self.options.gcg_steps, len(journal.done)

@@ -132,7 +132,7 @@ def cvar(
 
 
 def _worst(level: float, samples: int) -> int:
-    """How many samples are the worst `level` of so many."""
+    """The number of samples in the worst share `level`."""
     return max(1, math.floor(level * samples + 1e-9))  # 0.29 * 100 is a little below 29
 
 

@@ -74,8 +74,7 @@ def window_mask(
     **_: Any,
 ) -> Tensor:
     """Mask function for our names: returns an empty tensor [1, 1, 0, window], with window 0 for full attention. A shape
-    can
-    be read without a device sync."""
+    can be read without a device sync."""
     if use_vmap:
         raise UnsupportedAttention(f"{type(config).__name__} asks for a mask that is not only causal")
     # Windows and chunks use the same argument.
@@ -86,15 +85,13 @@ def window_mask(
 
 def unpadded(ids: Tensor) -> Tensor:
     """A 2D mask without padding. Without any mask, transformers looks for packed sequences in the position ids, which
-    syncs
-    with the device in every pass."""
+    syncs with the device in every pass."""
     return torch.ones((1, 1), dtype=torch.bool, device=ids.device).expand(ids.shape)
 
 
 def with_window(module: nn.Module, mask: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
     """A layer's arguments, with the window from its mask. The mask decides: model families differ in whether the
-    argument
-    repeats the window."""
+    argument repeats the window."""
     if mask is None:
         return arguments
     if mask.shape[:3] != WINDOW:
@@ -234,8 +231,7 @@ class PackedRow:
     @cached_property
     def _dense(self) -> "tuple[list[tuple[slice | PaddedBlock, Tensor | None]], Tensor | None]":
         """Blocks of sequences of similar length, and the order of their results in the row (None: unchanged). A block
-        has its
-        rows, and the slots whose results are used: those of a sequence's own tokens, not of a shared prefix."""
+        has its rows, and the slots whose results are used: those of a sequence's own tokens, not of a shared prefix."""
         device, spans = self.query_starts.device, self.spans
         # Longest first.
         groups: list[list[Span]] = []
@@ -445,8 +441,7 @@ class SequenceLengths:
 
     def separate(self, batch: TokenBatch) -> TokenBatch:
         """The batch for this model: without shared prompts if a sequence exceeds a limit, since a shared prompt can
-        have the
-        frequencies of one length only."""
+        have the frequencies of one length only."""
         if self.shortest is None or not any(s.prefix_length for s in batch.spans):
             return batch
         return batch.separate() if max(s.whole_length for s in batch.spans) > self.shortest else batch

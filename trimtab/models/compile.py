@@ -232,8 +232,7 @@ class CompiledLayer:
 
     def _learning(self, hidden_TD: Tensor) -> Tensor:
         """Make the input of the first trained layer above frozen embeddings require a gradient, like that of all
-        others; it
-        would be compiled separately otherwise."""
+        others; it would be compiled separately otherwise."""
         if hidden_TD.requires_grad or not any(weight.requires_grad for weight in self._layer[0].parameters()):
             return hidden_TD
         return RequireGradient.apply(hidden_TD, hidden_TD.new_empty((), requires_grad=True))

@@ -162,9 +162,8 @@ def token_log_probs(
 
 def chunk_tokens(vocabulary: int, device: torch.device, *, alone: bool = False) -> int:
     """Tokens per chunk: its fp32 logits take 16 MiB on a CPU, 512 MiB on an accelerator, and 1 GiB if `alone` with
-    fused
-    kernels, which need no second matrix of that size (larger chunks are no faster on an H200). A meta device represents
-    an accelerator in plans."""
+    fused kernels, which need no second matrix of that size (larger chunks are no faster on an H200). A meta device
+    represents an accelerator in plans."""
     if device.type == "cpu":
         return max(1, 2**22 // vocabulary)
     fused = alone and (device.type == "meta" or has_kernels(device))

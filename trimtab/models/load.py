@@ -238,8 +238,7 @@ def _trained(
     within: Wrap = lambda module: module,
 ) -> Loaded:
     """The root module of a model to train: choose its attention path in fp32, then cast, shard and, if it has no
-    weights
-    yet, read them."""
+    weights yet, read them."""
     model, whole, scores = source.model, source.files is None, root is not Policy
     if whole:
         _refuse_fresh(source.found, options.pretrain, "--pretrain", scores=scores)

@@ -61,8 +61,7 @@ def add_adapters(model: nn.Module, options: LoraOptions, task_type: str = "CAUSA
 
 def _is_like_linear(module: nn.Module) -> bool:
     """Whether a module computes a linear map. False for subclasses of nn.Linear that compute something else (routers
-    that
-    also select experts, grouped products): PEFT would add a linear layer's adapter to their output."""
+    that also select experts, grouped products): PEFT would add a linear layer's adapter to their output."""
     # Other subclasses are quantized layers, which PEFT supports.
     of_a_model = type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
     if not (of_a_model and isinstance(module, nn.Linear)):

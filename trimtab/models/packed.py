@@ -202,8 +202,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 def _dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Modules and names of their dropout probabilities above 0: dropout layers, and attributes that attention layers
-    and
-    blocks pass to functions."""
+    and blocks pass to functions."""
     for module in model.modules():
         is_layer = isinstance(module, nn.modules.dropout._DropoutNd)
         for name in ["p"] if is_layer else [name for name in vars(module) if "drop" in name]:

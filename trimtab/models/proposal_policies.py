@@ -41,8 +41,7 @@ class SharedBasePolicy(Policy):
 
     def __init__(self, owner: Policy, options: RLOptions, device: Device, *, split: bool):
         """`owner`: the policy whose weights, without its adapters, are used; `options`: of the new adapters; `split`:
-        the
-        owner is sharded."""
+        the owner is sharded."""
         model, loans = _hollow(owner, options) if split else (_copy(owner), [])
         super().__init__(add_adapters(model, options), owner.path)
         if split:

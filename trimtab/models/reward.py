@@ -92,8 +92,7 @@ def _needs_head(config: Any) -> bool:
 
 def _scored_decoder(config: Any) -> tuple[Any, Any]:
     """The class for a model of this configuration, and the configuration for it: of a multimodal one the text part, if
-    the
-    causal LM takes that."""
+    the causal LM takes that."""
     with torch.device("meta"):
         causal = AutoModelForCausalLM.from_config(config)
     parts = [(name, part) for name, part in causal.named_children() if isinstance(part, PreTrainedModel)]

@@ -54,8 +54,8 @@ from trimtab.rollout.factory import EngineMemory
 
 class LiveBytes(TorchDispatchMode):
     """Counts live bytes allocated inside the context, `now` and at the `peak`, without `known` tensors. Memory that a
-    kernel
-    allocates and frees inside one call (workspaces of matrix products, partial sums of attention) is not counted."""
+    kernel allocates and frees inside one call (workspaces of matrix products, partial sums of attention) is not
+    counted."""
 
     def __init__(self, known: Iterable[Tensor] = ()):
         super().__init__()
@@ -149,8 +149,7 @@ class FakeModel:
 
     def training_pass(self, rows: RowShape, tokens: int, recomputed: int | None = None) -> PassBytes:
         """Measure a micro-batch after the first of a step, with the first one's gradient sums. `recomputed`: the number
-        of
-        layers with gradient checkpointing, by default from the options; activations may be offloaded for these."""
+        of layers with gradient checkpointing, by default from the options; activations may be offloaded for these."""
         recomputed = self.recomputing_layers if recomputed is None else recomputed
         if self.options.gradient_checkpointing:
             set_checkpointed_layers(self.model.inner, recomputed)
@@ -308,8 +307,7 @@ class PlannedModel:
 
     def training_bytes(self, tokens: int, recomputed: int | None = None) -> PassBytes:
         """Memory of a training pass; `recomputed`: the number of layers with gradient checkpointing, by default from
-        the
-        options."""
+        the options."""
         recomputed = self.whole.recomputing_layers if recomputed is None else recomputed
         if (tokens, recomputed) not in self._passes:
             self._passes[tokens, recomputed] = self._training_bytes(tokens, recomputed)
@@ -370,8 +368,7 @@ EVEN_EXPERTS = "trimtab_even"
 
 def route_evenly(model: nn.Module) -> None:
     """Replace the routing of a fake model's experts, if any: routing depends on values, which fake tensors do not have,
-    so
-    every expert gets the same number of tokens."""
+    so every expert gets the same number of tokens."""
     if not any(hasattr(module, "gate_up_proj") and hasattr(module, "has_gate") for module in model.modules()):
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -383,8 +380,7 @@ def route_evenly(model: nn.Module) -> None:
 
 def _even_experts(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """E experts, each with an equal share of the T x K routed rows; it saves the same activations as Hugging Face's
-    grouped
-    products."""
+    grouped products."""
     tokens, most = chosen_TK.shape
     number = experts.gate_up_proj.shape[0]
     order = chosen_TK.new_empty(-(-tokens * most // number) * number)
@@ -397,8 +393,7 @@ def _even_experts(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK
 
 def narrow(model: PackedModel, parts: int) -> None:
     """Shrink a fake model to one tensor-parallel part: its heads, and its part of the feed-forward width, of every
-    expert's
-    and of the vocabulary. The residual stream keeps its width. UserError: the model cannot be split so."""
+    expert's and of the vocabulary. The residual stream keeps its width. UserError: the model cannot be split so."""
     config = model.config
     check_tensor_parallel(config, parts, f"--ds_tensor_parallel_size {parts}")
     ways, made = FAMILIES[config.model_type], _Narrower(parts)

@@ -122,10 +122,8 @@ class ClusterHardware:
 
     def gathering(self, size: float, devices: int, stride: int = 1) -> float:
         """Seconds of an all-gather or reduce-scatter of `size` bytes over `devices`, in a ring that goes machine by
-        machine:
-        the slower of device and network links decides. `stride` n: the ring has every n-th device, and the other
-        devices
-        form rings at the same time."""
+        machine: the slower of device and network links decides. `stride` n: the ring has every n-th device, and the
+        other devices form rings at the same time."""
         if devices == 1:
             return 0.0
         rate = self.within()

@@ -162,8 +162,7 @@ def split_candidates(
     options: TrainedModelOptions, machines: ClusterHardware, work: Work, config: Any
 ) -> Iterator[dict[str, Any]]:
     """Options to change: all combinations of options that the user has not given and the machines allow. `config`: of
-    the
-    trained model."""
+    the trained model."""
     longest = min(MOST_CONTEXT, machines.devices, max(1, work.least // SHORTEST))
     ways: dict[str, list[Any]] = {
         "ds_tensor_parallel_size": [

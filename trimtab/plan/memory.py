@@ -109,10 +109,8 @@ class ProcessMemory:
         sleep: bool = False,
     ):
         """`hardware`: with the memory of one process. `models`: of the pool, split in `split.tensor` parts. `sizes`:
-        number
-        of processes of each role, if not all. `engine`: a vLLM engine on the same devices; `sleep`: engine and
-        optimizer
-        are offloaded in turn."""
+        number of processes of each role, if not all. `engine`: a vLLM engine on the same devices; `sleep`: engine and
+        optimizer are offloaded in turn."""
         self.options, self.hardware, self.work, self.split, self.models = options, hardware, work, split, models
         self.engine, self.sleep = engine, sleep
         self._alone = split.processes == 1
@@ -165,8 +163,7 @@ class ProcessMemory:
 
     def parts_of(self, model: PlannedModel) -> int:
         """Number of shards of a model: as many as the policy's, or as the processes it is in. A frozen model is sharded
-        over
-        all processes if the trained one is only replicated."""
+        over all processes if the trained one is only replicated."""
         every = max(1, self._sizes.get(model.role, self.split.processes) // self.split.tensor)
         copies = not model.trained and self.split.parts == self.split.context
         return every if copies else min(self.split.parts, every)
@@ -200,8 +197,7 @@ class ProcessMemory:
 
     def gathered_to_answer(self) -> list[Part]:
         """The policy's weights (or a tensor-parallel part), gathered for generation: gathering layer by layer would be
-        needed
-        for every token. If these and `state` do not fit, nothing else needs to be tried."""
+        needed for every token. If these and `state` do not fit, nothing else needs to be tried."""
         actor = self.models[0]
         return [Part("actor: weights, gathered to answer", 0 if self._alone else actor.weights, ("rollout",))]
 
@@ -302,8 +298,7 @@ class ProcessMemory:
 
     def largest_doubling(self) -> Memory:
         """The largest micro-batches that fit among 1, 2, 4 and so on samples, or the smallest possible ones. Larger
-        ones are
-        faster, because every micro-batch costs communication."""
+        ones are faster, because every micro-batch costs communication."""
         best, size = self.at(self.work.least), 2 * self.work.least
         while best.fits(self.room) and size <= min(self.step_tokens, MOST_TOKENS):
             larger = self.at(size)

@@ -360,8 +360,7 @@ def make_plan(
     options: TrainedModelOptions, hardware: Hardware, work: Work, processes: int = 1, *, propose: bool
 ) -> Plan:
     """A plan for one device, or for `processes` of one machine with the options' layout. `hardware`: with the memory of
-    one
-    process."""
+    one process."""
     refuse_unplannable(options)
     planner = Planner(options, ClusterHardware(hardware, 1, processes), work, propose=propose)
     with _planning(options):
@@ -398,8 +397,7 @@ def _planning(options: TrainedModelOptions) -> Iterator[None]:
 
 def flag_changes(options: TrainedModelOptions, processes: int, *, accelerator: bool) -> Iterator[Change]:
     """Changes that save memory, cheapest first: more micro-batches, more gathering, a third more arithmetic,
-    communication
-    in every layer, offload to main memory; and last those that change the results."""
+    communication in every layer, offload to main memory; and last those that change the results."""
     if not options.bf16 and accelerator:
         yield {"bf16": True}
     if not packs_by_tokens(options) and options.micro_train_batch_size > 1:

@@ -164,8 +164,7 @@ class TimeModel:
 
     def training(self, model: PlannedModel, recomputed: int | None = None) -> float:
         """Seconds of a token's forward and backward pass. `recomputed`: layers with gradient checkpointing, by default
-        from
-        the options."""
+        from the options."""
         number = model.whole.recomputing_layers if recomputed is None else recomputed
         again = min(1.0, number / model.layers) if model.layers else 0.0
         times = (2 if self.options.lora_rank else 3) + again

@@ -139,7 +139,7 @@ def _label(names: Sequence[str]) -> str:
 
 PAGE = "comparison.html"
 FEW_COLUMNS = 4
-"""Up to so many columns show their single steps behind the means."""
+"""Up to this many columns show their single steps behind the means."""
 
 
 def write_comparison(run_folders: Sequence[str | Path], output: str | Path | None = None) -> Path:

@@ -44,7 +44,7 @@ def _accuracy(run: RunData) -> tuple[Accuracy | None, str]:
     kept = finite(evaluation.get("rows_kept"))
     last = run.last("eval_accuracy")
     if kept and kept >= 1 and last is not None and 0 <= last <= 1 + 1e-6:
-        # Recorded accuracy counts a pair of equal answers as wrong; nobody could get it right.
+        # Recorded accuracy counts a pair of equal answers as wrong; no model could get it right.
         equal = min(finite(evaluation.get("rows_equal")) or 0.0, kept)
         return Accuracy(min(last * kept + max(equal, 0.0) / 2, kept), int(kept)), f"{run.held_out} pairs"
     rows = run.rows[-run.tenth("accuracy") :]

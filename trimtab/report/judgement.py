@@ -113,7 +113,7 @@ class Errors:
 
 
 def joined(a: RunData, b: RunData, judged: Judged, most: int | None = None) -> list[Place]:
-    """The steps of both runs, or the first so many. What only one of them has cannot be compared."""
+    """The steps of both runs, or the first `most`. Steps that only one of them has cannot be compared."""
     in_a, in_b = ({row["step"]: row for row in run.rows if 0 < row["step"] <= (most or math.inf)} for run in (a, b))
     _check_steps(a, in_a, b, in_b)
     places = []
@@ -401,7 +401,7 @@ HEAD = ("", "weighted error", "first step", "mean relative", "mean absolute", "b
 
 def row_of(found: Finding) -> tuple[str, ...]:
     errors = found.errors
-    # A floor that decides is told, so that nobody reads a small share of it as agreement.
+    # A floor that decides is printed: a small share of it is not agreement.
     floored = f" ({share(errors.without_floor)} without its floor)" if errors.without_floor != errors.weighted else ""
     return (
         found.words,
@@ -433,7 +433,7 @@ def judge(
     first_tolerance: float | None = None,
     most: int | None = None,
 ) -> Judgement:
-    """`first_tolerance`: instead of the figures' own; `most`: compare the first so many steps only."""
+    """`first_tolerance`: instead of the figures' own; `most`: the number of steps to compare, from the first."""
     if a.folder.resolve() == b.folder.resolve():
         raise UserError(f"{a.folder} is given twice; give two runs")
     _check_jobs(a, b)

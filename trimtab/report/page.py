@@ -35,7 +35,7 @@ from trimtab.report.time_line import lane_section, time_section
 
 MOST_SAMPLES = 50
 FEW_POINTS = 3
-"""So many equal values may still change."""
+"""Up to this many equal values count as a curve that may still change."""
 SHORT_ANSWER = 40
 """Characters up to which an answer is right or wrong; a longer one may say the same in other words."""
 LENGTHS = {

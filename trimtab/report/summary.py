@@ -38,8 +38,8 @@ def chosen_options(run: RunData) -> dict[str, Any]:
 
 
 def differing_options(runs: Sequence[RunData]) -> list[str]:
-    """Names of the options in which the runs differ, in their order: those that all of them have, as presets of one
-    job do, and of the others those that somebody chose."""
+    """Names of the options in which the runs differ, in their order: options that all of them have, as presets of one
+    job do, and of the others the ones that the user set."""
     chosen = {name for run in runs for name in chosen_options(run)}
     first, *others = [run for run in runs if run.options] or runs
     shared = set(first.options).intersection(*(other.options for other in others)) - PLACES

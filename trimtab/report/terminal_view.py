@@ -121,7 +121,7 @@ class Answer:
 
 
 class Shelf:
-    """The answers of a run, one of which is looked at. Whoever has not gone back sees the newest."""
+    """The answers of a run, one of which is shown: the newest, unless the user went back."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -435,7 +435,7 @@ def _wrapped(text: Text, width: int) -> list[Text]:
 
 
 def _cut(text: Text, width: int, more: bool = False) -> Text:
-    """One line of at most so many cells."""
+    """One line of at most `width` cells."""
     text = text.copy()
     if more:
         text.append("…")

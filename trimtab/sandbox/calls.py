@@ -239,10 +239,8 @@ class InstanceServer:
         memory: int | None = None,
     ):
         """`send`: called with each reply (kind, key of the session, values). Kinds: `result`; `error` and `late`, which
-        end
-        the session; `stuck`: the process must be killed. `memory`: the process's limit in bytes; None: this is the
-        run's
-        own process, which cannot be killed."""
+        end the session; `stuck`: the process must be killed. `memory`: the process's limit in bytes; None: this is the
+        run's own process, which cannot be killed."""
         self._service, self._seconds, self._memory, self.send = service, seconds, memory, send
         self._count = threads
         self._threads: list[CallThread] = []

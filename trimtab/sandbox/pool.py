@@ -203,8 +203,7 @@ class SandboxPool:
 
 class LocalPool(SandboxPool):
     """Instances in this process, for classes that other processes cannot import. There is no protection: a call that
-    hangs
-    is abandoned after its timeout, but its thread continues."""
+    hangs is abandoned after its timeout, but its thread continues."""
 
     def __init__(self, service: InstanceService, limits: SandboxLimits):
         super().__init__()
@@ -270,8 +269,7 @@ class WorkerPool(SandboxPool):
         title: str,
     ):
         """Start the first process, which loads `source` with `module`.load_service, and wait for it. LoadFailed: it
-        could
-        not. `title`: the name of the user code in messages."""
+        could not. `title`: the name of the user code in messages."""
         super().__init__(stopped)
         self.limits, self.count = limits, limits.worker_count
         self.grace = 0.0  # extra seconds before a stateless call times out

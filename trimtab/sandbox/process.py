@@ -39,8 +39,7 @@ class WorkerProcess:
 
     def __init__(self, module: str, arguments: Sequence[str], *, output: Output = "inherit"):
         """`output`: of the process. inherit: the run's output; limited: the run's standard error, rate-limited; tail:
-        hidden,
-        but `last_output` returns its end."""
+        hidden, but `last_output` returns its end."""
         self.socket, theirs = socket.socketpair()
         life, ours = os.pipe()
         self._life: int | None = ours  # closed when the run ends, which the keeper notices

@@ -294,8 +294,7 @@ class _Tail:
 
 class _Limited:
     """Forwards output to the run's standard error, rate-limited. After too much of it, nothing is written until the
-    whole
-    allowance is restored, so that one line reports what is missing."""
+    whole allowance is restored, so that one line reports what is missing."""
 
     def __init__(self) -> None:
         self.allowed, self.since = float(MOST_PRINTED), time.monotonic()
@@ -324,8 +323,7 @@ class _Limited:
 
 def end_marked(mark: str) -> None:
     """Kill all other processes with the mark in their environment. They may have left the worker's group, as browsers
-    do. If
-    the system does not show environments, none is found."""
+    do. If the system does not show environments, none is found."""
     if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
         return
     wanted = f"{MARK}={mark}".encode()

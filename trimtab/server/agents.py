@@ -127,8 +127,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, partials: list[Trajectory]
     ) -> None:
         """A partial episode is resumed only if its agent is still paused. Otherwise the agent is started again, because
-        its
-        program's state is lost. Agents limit the length of their turns themselves."""
+        its program's state is lost. Agents limit the length of their turns themselves."""
         episode = partials[0].episode
         if (suspended := self.engine.resume_suspended(episode)) is not None:
             suspended.request = request

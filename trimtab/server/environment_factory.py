@@ -78,8 +78,7 @@ def environment_rows(
     options: EnvironmentOptions, count: int, seed: int, *, eval_count: int = 0, instead: str
 ) -> dict[str, Dataset]:
     """`count` rows of the environment ("train"), and `eval_count` others ("evaluation"). `instead`: the option for
-    prompts
-    from files."""
+    prompts from files."""
     pool = open_pool(options)
     try:
         if not pool.info.offers_rows:

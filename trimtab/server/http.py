@@ -113,8 +113,7 @@ def is_loopback(address: str) -> bool:
 
 def authenticate(request: Request, token: str | None) -> None:
     """Raise HTTPError without the right bearer token. `token` None: none is needed, but a server on a loopback address
-    must
-    be called by a loopback name."""
+    must be called by a loopback name."""
     if token is None:
         here, _ = request.scope.get("server") or ("", None)
         if is_loopback(here) and not is_loopback_host(request.headers.get("host", "")):
@@ -347,8 +346,7 @@ def address(listening: socket.socket) -> str:
 
 class DrainingServer(uvicorn.Server):
     """A uvicorn server that drains on the first signal: admitted requests are answered within a time limit, new ones
-    are
-    refused. The second signal ends it at once."""
+    are refused. The second signal ends it at once."""
 
     def __init__(self, config: uvicorn.Config, gate: RequestGate, drain_seconds: float):
         super().__init__(config)
@@ -388,8 +386,7 @@ def make_server(
     loop: Literal["auto", "asyncio"] = "auto",
 ) -> DrainingServer:
     """A server for an app whose `app.state.gate` admits requests. `connections`: limit, reduced to the available
-    descriptors;
-    `accepted_at_once`: of connections that arrive together; `loop`: the event loop."""
+    descriptors; `accepted_at_once`: of connections that arrive together; `loop`: the event loop."""
     config = uvicorn.Config(
         app,
         http=protocol_with_limits(connection_limit(connections)),

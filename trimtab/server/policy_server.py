@@ -150,8 +150,7 @@ def run_policy_server(
     options: ServeOptions, token: str | None, say: Callable[[str], None], note: Callable[[str], None]
 ) -> bool:
     """Serve until SIGINT or SIGTERM; returns whether the engine has stopped. `say`: prints the line with the URL once
-    the
-    server listens; `note`: prints further lines."""
+    the server listens; `note`: prints further lines."""
     quiet_transformers()
     check_model_folder(options.pretrain)
     with contextlib.ExitStack() as opened:

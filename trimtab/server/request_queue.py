@@ -212,8 +212,7 @@ class RequestQueue:
 
     def gather(self, session: Session) -> None:
         """Wait for the next requests of clients that were answered together, and prefill them as they arrive. Decoding
-        them
-        together takes fewer steps than starting them one by one."""
+        them together takes fewer steps than starting them one by one."""
         while self._gathers:
             if self._admit_new(session):
                 self.finish(session.step(0), together=False)

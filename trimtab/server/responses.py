@@ -156,8 +156,7 @@ class ResponseBuilder:
 
 def _in_range(log_probs: np.ndarray) -> np.ndarray:
     """Clip log-probs: rounding may leave one slightly above 0, which clients reject, and forbidden tokens have -inf,
-    which
-    JSON does not have."""
+    which JSON does not have."""
     return np.clip(log_probs, LEAST, 0.0)
 
 

@@ -279,8 +279,7 @@ class ChatFormat:
 
     def history_keys(self, messages: Sequence[Message]) -> list[bytes]:
         """A key for each prefix of a conversation, from roles, contents, tools and settings. Ids of calls, reasoning
-        and
-        surrounding white space are ignored, because clients change them."""
+        and surrounding white space are ignored, because clients change them."""
         key = hashlib.blake2b(_canonical(self._about), digest_size=16)
         keys = [key.digest()]
         for message in messages:
@@ -384,8 +383,7 @@ class ServedPolicy:
 
     def name_all(self) -> None:
         """Decode every token once, before requests. Slow tokenizers take long and may reject ids beyond their
-        vocabulary, so
-        they decode on first use."""
+        vocabulary, so they decode on first use."""
         self.text([0])
         if decodes_fast(self.tokenizer):
             alone = [[token] for token in range(self.defaults.vocabulary)]

@@ -37,8 +37,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, resume_from: int | None, key: str = "step"):
         """`resume_from`: the step of the checkpoint to resume from, after which rows are removed; `key`: the column
-        with
-        the step."""
+        with the step."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._key, self.last = key, -1  # step of the last row
         if resume_from is None:

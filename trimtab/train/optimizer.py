@@ -70,8 +70,7 @@ class Optimizer:
 
     def step(self, step: int, *, finite: bool = True) -> OptimizerStep:
         """Clip, apply and clear the accumulated gradients at the learning rate of this step. `finite` False: the loss
-        was
-        not finite, so the gradients are dropped."""
+        was not finite, so the gradients are dropped."""
         return self.apply(self.rate(step), finite=finite)
 
     def apply(self, learning_rate: float, *, divisor: float = 1.0, finite: bool = True) -> OptimizerStep:

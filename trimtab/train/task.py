@@ -243,8 +243,7 @@ class FrozenScorer:
         flag: str | None = None,
     ):
         """`loaded`: the policy, which with LoRA is also the reference; `pretrain`: a model, given by `flag`, to use
-        instead
-        of the initial policy."""
+        instead of the initial policy."""
         self.device = device
         self.precision = "bf16" if options.bf16 else "fp32"
         self.adapters_off = options.lora_rank > 0 and pretrain is None

@@ -249,8 +249,7 @@ def _make_bundles(layout: Layout, chosen: dict[str | None, list[ClusterNode]], r
 
 def missing(layout: Layout, nodes: Sequence[ClusterNode], available: dict[str, float] | None = None) -> str:
     """A message on what the cluster lacks for the layout, and which option to change. `available`: free resources of
-    the
-    whole cluster, if its total resources suffice."""
+    the whole cluster, if its total resources suffice."""
     resource = resource_of(nodes)
     unit = f"{resource}s" if resource else "processes"
     rooms = [_room(node.resources, resource) for node in sorted(nodes, key=_by_address)]

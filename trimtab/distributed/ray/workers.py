@@ -247,8 +247,7 @@ class RayWorkers:
 
     def _check_health(self, needed: Collection[int]) -> None:
         """Forward a stop signal, and raise for members that are dead, hang or do not answer. The loss of an engine is
-        raised
-        only if it is in `needed`."""
+        raised only if it is in `needed`."""
         if self.stop.signal is not None and not self._signal_sent:
             self._signal_sent = True
             for member in self.members:

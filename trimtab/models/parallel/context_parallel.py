@@ -138,8 +138,7 @@ class RowSharding:
 
 class AttentionBlocks:
     """Pieces of similar length as one right-padded block. A query's keys end with itself, so only padded queries attend
-    to
-    padded keys."""
+    to padded keys."""
 
     def __init__(self, pieces: list[Piece], window: int | None, device: torch.device):
         self.pieces, self.window, self.device = pieces, window, device
@@ -241,8 +240,7 @@ class ContextRow:
 
     def gather(self, key: Tensor, value: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Gather keys and values of all tokens in the order of the row, some heads at a time. The next heads are
-        gathered
-        while the caller uses these."""
+        gathered while the caller uses these."""
 
         def start(heads: slice) -> Callable[[], Tensor]:
             return start_gather_shards(torch.cat([key[:, heads], value[:, heads]], -1), self.context.peers)

@@ -83,8 +83,7 @@ def begin_sharded_load(
     pretrain: str, loader: Any, options: LoadOptions, mesh: Mesh, flag: str, *, head: str | None = None, **more: Any
 ) -> ModelSource | None:
     """The model without weights; None: its files cannot be read in parts. `head`: the name of a score head, which may
-    be
-    missing in the files; `more`: for the configuration."""
+    be missing in the files; `more`: for the configuration."""
     files = WeightFiles.find(pretrain, flag)
     if files is None:
         return None
@@ -114,8 +113,7 @@ def begin_sharded_load(
 
 def resolve_path(module: PackedModel, options: LoadOptions, device: Device) -> Verdict:
     """Self-check a model without weights: in fp32 on the CPU, unless the options name an attention implementation,
-    which
-    may support only half precision or only the accelerator."""
+    which may support only half precision or only the accelerator."""
     if options.attn_implementation is None:
         return choose_path_without_weights(module, packed_allowed=True, dtype=torch.float32, device=torch.device("cpu"))
     dtype = torch.bfloat16 if options.bf16 else torch.float32
@@ -136,8 +134,7 @@ def fill_weights(module: PackedModel, source: ModelSource, device: torch.device,
 
 def materialise(module: nn.Module, device: torch.device, *, offload: bool) -> None:
     """Allocate this process's shards on the device or, with `offload`, in main memory (except buffers). Tensors that
-    are
-    allocated already are moved."""
+    are allocated already are moved."""
     ties: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -156,8 +153,7 @@ def materialise(module: nn.Module, device: torch.device, *, offload: bool) -> No
 
 def cast_frozen(module: nn.Module) -> None:
     """Cast frozen parameters to bf16; they need no fp32 master. A score head of which a copy is trained is left as it
-    is,
-    because it is copied later."""
+    is, because it is copied later."""
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point() and ".original_module." not in name:
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -296,8 +292,7 @@ class ShardedWriter:
 
     def write(self, folder: Path | None) -> None:
         """Write the files. Every process must call it, and all raise if one process's disk fails. `folder`: only rank
-        0's
-        value counts, which has created it; None: nothing is written."""
+        0's value counts, which has created it; None: nothing is written."""
         peers = self.mesh.all
         place = peers.gather(None if folder is None else str(folder))[0]
         if place is None:

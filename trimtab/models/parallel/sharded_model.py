@@ -32,8 +32,7 @@ Pass = TypeVar("Pass")
 
 def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None = None, *, learns: bool = True) -> Mesh:
     """The mesh of a job's models, over the whole world or these ranks; `learns`: one of the models is trained. All
-    processes
-    must call it."""
+    processes must call it."""
     return Mesh(world, ranks, **options.mesh_sizes(world.size if ranks is None else len(ranks), learns=learns))
 
 
@@ -69,8 +68,7 @@ def is_frozen_sharded(options: ShardingOptions, mesh: Mesh, *, offload: bool) ->
 
 def enable_context_parallel(model: PackedModel, options: ShardingOptions, mesh: Mesh, flag: str = "--pretrain") -> None:
     """Enable context parallelism if the mesh has that dimension, also for an unsharded model. `flag`: the option that
-    names
-    the model."""
+    names the model."""
     if mesh.context.size == 1:
         return
     if model.path != "packed":
@@ -90,8 +88,7 @@ def decoder_layers(model: PackedModel) -> list[torch.nn.Module]:
 @dataclass(frozen=True)
 class FrozenPlacement:
     """The placement of a frozen model's weights: on the device; in main memory between calls; or sharded over
-    processes,
-    which must then run the same number of passes, because each pass gathers weights from all."""
+    processes, which must then run the same number of passes, because each pass gathers weights from all."""
 
     device: Device
     mesh: Mesh | None = None  # the processes it is sharded over; None: not sharded
@@ -128,8 +125,7 @@ class FrozenPlacement:
 
 def check_parallel_options(pretrain: str, options: ShardingOptions, flag: str) -> None:
     """Refuse a model that cannot be split as the options say, from its configuration alone, before it is loaded.
-    `flag`: the
-    option that names the model."""
+    `flag`: the option that names the model."""
     tensor, context = options.ds_tensor_parallel_size, options.ring_attn_size
     if tensor == context == 1:
         return

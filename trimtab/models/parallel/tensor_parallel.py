@@ -314,8 +314,7 @@ def style_of(name: str, styles: dict[str, Style]) -> Style | None:
 
 def key_value_heads_used(heads: int, keys: int, parts: int, part: int) -> list[int]:
     """The key heads that a part's query heads use: each once, if all are used equally often; otherwise one for every
-    query
-    head."""
+    query head."""
     own = heads // parts
     read = [head * keys // heads for head in range(part * own, (part + 1) * own)]
     once = list(dict.fromkeys(read))

@@ -213,10 +213,8 @@ def padded_rows(rows: int) -> int:
 
 RUNS_BEFORE_CAPTURE = 2
 """Eager prefills of a size before it is captured. A capture takes as long as about two of them (30 layers on an H200:
-90
-ms; a prefill takes 41 to 51 ms eagerly and 6 ms captured). So a size that occurs once costs nothing extra, and a
-frequent
-one costs at most twice as much as with capture in advance."""
+90 ms; a prefill takes 41 to 51 ms eagerly and 6 ms captured). So a size that occurs once costs nothing extra, and a
+frequent one costs at most twice as much as with capture in advance."""
 
 RUNS_BEFORE_EXACT_FIT = 256
 """The same if a larger size is already captured: padding more sequences costs at most a few milliseconds."""
@@ -451,7 +449,6 @@ def can_capture(sampling: SamplingParams) -> bool:
 
 def fingerprint(policy: Policy, cache: KVCache) -> tuple:
     """A key that changes when graphs become invalid: tensors have other addresses, or adapters are switched. It
-    includes the
-    cache's size, since a cache of another size may have the same address."""
+    includes the cache's size, since a cache of another size may have the same address."""
     addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
     return addresses, cache.pages, switches(policy)

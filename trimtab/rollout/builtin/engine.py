@@ -455,8 +455,7 @@ def require_packed(policy: Policy) -> None:
 
 class BuiltinEngine(Engine):
     """The built-in engine. Until a stream is exhausted or closed, nothing else may use the policy. If the policy is
-    sharded,
-    every process must make every call, even without prompts."""
+    sharded, every process must make every call, even without prompts."""
 
     def __init__(
         self,
@@ -475,9 +474,8 @@ class BuiltinEngine(Engine):
         """`max_num_seqs`: sequences that run at once; `kv_tokens`: KV cache size (planned from free memory if not
         given); `max_num_batched_tokens`: prompt tokens of one prefill pass; `weight_only_int8`: see linear.py;
         `prefix_caching`: the prefix cache is kept between calls, not only within a session. Results then differ in the
-        last
-        bits from those of a full prefill. `eager`: capture no graphs. `tensor`: the tensor-parallel group. All of its
-        processes make the same calls and sample the same tokens, and take decisions together."""
+        last bits from those of a full prefill. `eager`: capture no graphs. `tensor`: the tensor-parallel group. All of
+        its processes make the same calls and sample the same tokens, and take decisions together."""
         require_packed(policy)
         self.policy, self.tokenizer, self.max_num_seqs = policy, tokenizer, max_num_seqs
         self.max_num_batched_tokens, self.prefix_caching = max_num_batched_tokens, prefix_caching
@@ -522,8 +520,7 @@ class BuiltinEngine(Engine):
     @property
     def _keeps_prefix_cache(self) -> bool:
         """Whether the prefix cache is kept between calls. Not with sharded weights: gathering them bypasses torch's
-        version
-        counters, which detect changes."""
+        version counters, which detect changes."""
         return self.prefix_caching and not is_sharded(self.policy)
 
     def _ended(self) -> None:

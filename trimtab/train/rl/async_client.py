@@ -150,8 +150,7 @@ class AsyncClient:
 
     def _collect_local(self) -> PolledGroups:
         """Let the workers generate and collect. A single process returns as soon as it has a group; several return
-        after
-        a fixed time, since each would only wait for the others."""
+        after a fixed time, since each would only wait for the others."""
         polled, alone = self._nothing_polled(), self.workers.size == 1
         try:
             found = self.workers.call("collect", seconds=ALONE if alone else TOGETHER, at_once=alone)
@@ -267,8 +266,7 @@ class AsyncClient:
 
     def engine_replaced(self) -> None:
         """After an engine was replaced, while all others pause. Pending calls are dropped: they would report the same
-        loss
-        again, and a pause that is over."""
+        loss again, and a pause that is over."""
         assert self.remote, "an engine in the policy's process is lost with it"
         self._replaced, self._pausing = True, None
         self.watchdog.moved()

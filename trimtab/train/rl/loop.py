@@ -210,8 +210,7 @@ class RLRun:
 
     def measure(self, work: Iteration, stop: StopRequest) -> dict[str, float]:
         """Evaluate if that is due after this iteration. The iteration is not counted yet: a run stopped here resumes
-        with
-        all updates done and the evaluation still to do."""
+        with all updates done and the evaluation still to do."""
         every, done = self.options.eval_steps, self.counters.iteration + 1
         if self.evaluation is None or not (self.is_done(after=work) or (every > 0 and done % every == 0)):
             return {}

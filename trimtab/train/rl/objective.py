@@ -93,8 +93,7 @@ def measured_kl(
     old_N: Tensor, batch: TokenBatch, totals: Totals, options: RLOptions, kl_coefficient: float
 ) -> dict[str, Tensor]:
     """The KL to the reference, computed in the only update of an iteration. If the KL is part of the rewards, its
-    future
-    sum is subtracted from the advantages here."""
+    future sum is subtracted from the advantages here."""
     extra = batch.extra
     kl_N = kl_estimate(old_N, extra["reference_N"], options.kl_estimator)
     figures = {"kl": kl_N.sum() / totals["tokens"], "kl_answer": kl_N.sum() / totals["answers"]}

@@ -157,8 +157,7 @@ class RolloutWorker(Role):
         player: Engine | None = None,
     ):
         """`stopped`: whether a stop was requested; `tensor`: ranks that generate the same samples; `player`: the
-        episode
-        engine that uses `engine`."""
+        episode engine that uses `engine`."""
         self.engine, self.rewards = engine, rewards
         self.player, self.plays = player or engine, player is not None
         self.tokenizer, self.stopped = tokenizer, stopped
@@ -205,8 +204,7 @@ class RolloutWorker(Role):
         self, prompt_batch: PromptBatch, *, sampling: SamplingParams
     ) -> SampledGroups | RewardFailed | InsufficientMemory | None:
         """Sample and score all prompts. None: no prompts, or a stop was requested. A failed reward and out-of-memory
-        are
-        returned, not raised, so that all processes can still write a checkpoint."""
+        are returned, not raised, so that all processes can still write a checkpoint."""
         try:
             with memory_guard():
                 return self._sample(prompt_batch, sampling)

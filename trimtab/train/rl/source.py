@@ -48,8 +48,7 @@ Sampled = tuple[Experience | None, int, dict[str, float]]
 
 def with_recorded_options(options: RLOptions) -> RLOptions:
     """The options of a replay, with the recorded asynchronous settings where the user gave none. Called in every
-    process
-    before they communicate."""
+    process before they communicate."""
     if not options.replay:
         return options
     changes: dict[str, Any] = {}

@@ -82,8 +82,7 @@ class Counters:
 
     def adapt_kl(self, row: dict[str, Any], options: RLOptions, *, lacks_kl: bool) -> None:
         """Write this iteration's KL coefficient into the row, and adapt it for the next one. `lacks_kl`: the KL was
-        computed
-        in the update, so the returns do not contain it yet."""
+        computed in the update, so the returns do not contain it yet."""
         if lacks_kl and not options.use_kl_loss:
             row["return"] -= self.kl_coefficient * row["kl_answer"]
         row["kl_coefficient"] = self.kl_coefficient

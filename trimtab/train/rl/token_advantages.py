@@ -135,8 +135,7 @@ def against_groups(
     rewards_E: Tensor, groups_E: Tensor, drawn_E: Tensor, turns: TurnLayout | None, by: str
 ) -> tuple[Tensor, Tensor]:
     """Rewards relative to their group, and the scale by which they were multiplied: 0 for an answer without others in
-    its
-    group if the estimator needs them."""
+    its group if the estimator needs them."""
     unit_E = torch.ones_like(rewards_E)
     if by != "unchanged":
         unit_E = for_answers(compared, groups_E, rewards_E, counted_S=drawn_E)

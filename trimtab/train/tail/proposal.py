@@ -107,8 +107,7 @@ class AdapterProposalTrainer(ProposalTrainer):
 
     def write_model(self, folder: Path) -> None:
         """Save the adapters. Their base is the policy in the parent folder or, if the policy is an adapter too, the
-        pretrained
-        model."""
+        pretrained model."""
         if self.mesh.is_rank_zero:
             if self.options.lora_rank == 0:
                 self.model.model.active_peft_config.base_model_name_or_path = str(folder.parent)

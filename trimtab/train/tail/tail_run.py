@@ -344,8 +344,7 @@ def transformed(rewards_S: Tensor, options: TailOptions) -> Tensor:
 
 def compute_proposal_advantages(experience: Experience, options: TailOptions) -> tuple[Figures, Tensor]:
     """Set the proposal's advantages on its answers; returns figures and the policy's advantages on the same answers,
-    which
-    are used after the proposal's update."""
+    which are used after the proposal's update."""
     owners_N = experience.owners_N
     assert experience.policy_N is not None and experience.old_N is not None
     ratio_N = experience.policy_N - experience.old_N

@@ -281,8 +281,7 @@ def small_batch_qkv_rope(
     slot_mapping_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None, tiles: LinearTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """q, k and v concatenated, with rotary positions (after head norms, if the model has them); stores keys and values
-    in
-    one layer's KV cache."""
+    in one layer's KV cache."""
     (rows, inner), width = x_TD.shape, angles[0].shape[1]
     counts = [module.out_features // width for module in modules]
     assert keys.stride() == values.stride() and keys.stride(3) == 1 and counts[1] == counts[2]
