@@ -34,14 +34,16 @@ BASE ?= 40e3b39
 golden: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m tests.golden --base $(BASE)
 
+# One of vLLM's samplers would compile for a minute. Not set in a conftest, which other tests import too.
+PLAIN_VLLM := TORCHDYNAMO_DISABLE=1
 # Real vLLM engines on the CPU, in an environment of their own; killed again and again with test-vllm-long.
 test-vllm:
 	@$(MAKE) --no-print-directory VENV=.venv-vllm .venv-vllm/installed-with-vllm
-	.venv-vllm/bin/python -m pytest -m "vllm and not long" tests/vllm
+	$(PLAIN_VLLM) .venv-vllm/bin/python -m pytest -m "vllm and not long" tests/vllm
 
 test-vllm-long:
 	@$(MAKE) --no-print-directory VENV=.venv-vllm .venv-vllm/installed-with-vllm
-	.venv-vllm/bin/python -m pytest -m "vllm and long" tests/vllm
+	$(PLAIN_VLLM) .venv-vllm/bin/python -m pytest -m "vllm and long" tests/vllm
 
 lint: $(INSTALLED_FOR_TESTS)
 	$(BIN)/ruff check .

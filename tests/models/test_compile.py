@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def fast_compiler(monkeypatch):
+    assert not torch._dynamo.config.disable, "these tests would pass without compiling anything"
     monkeypatch.setattr(compiled, "COMPILER", {"backend": "aot_eager"})
 
 
@@ -122,8 +123,9 @@ def test_above_frozen_embeddings_every_layer_is_given_what_one_compiled_layer_ta
 def test_what_the_trial_finds_wrong_leaves_layers_plain(monkeypatch, broken, told):
     policy = policy_of()
     monkeypatch.setattr(torch, "compile", lambda call, **_: broken(call))
-    plain = gradient(policy, (40, 9))
+    plain, graphs = gradient(policy, (40, 9)), graphs_so_far()
     trial = compile_layers(policy, gradients=taking(policy))
+    assert (graphs_so_far() > graphs) == (policy.path == "packed")
     assert re.match(told, trial.problem) and not policy.attention.compiled
     again = gradient(policy, (40, 9))
     assert torch.equal(again[0], plain[0]) and torch.equal(again[1], plain[1])

@@ -1,9 +1,6 @@
 """Engines are slow to start: one a kind for all tests of a file."""
 
-import os
 from pathlib import Path
-
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # one of its samplers' functions compiles for a minute
 
 import pytest
 import torch
