@@ -63,7 +63,7 @@ from trimtab.config.jobs import GRPOOptions
 from trimtab.errors import UserError
 from trimtab.report.run_data import read_run
 from trimtab.report.summary import job_name
-from trimtab.train.rl.token_advantages import shape
+from trimtab.train.rl.token_advantages import compute_advantages
 
 def refusal(**options):
     try:
@@ -74,7 +74,7 @@ def refusal(**options):
 chosen = {"advantage_estimator": "group_best"}
 experience = make(n=3)
 experience.old_N = experience.sampled_N
-shape(experience, GRPOOptions(**chosen, n_samples_per_prompt=3), kl_coefficient=0.0)
+compute_advantages(experience, GRPOOptions(**chosen, n_samples_per_prompt=3), kl_coefficient=0.0)
 found = {
     "rewards": experience.rewards_S.tolist(),
     "advantages": [experience.advantages_N[experience.owners_N == i].tolist() for i in range(len(experience))],
