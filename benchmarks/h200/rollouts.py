@@ -18,6 +18,7 @@ import torch
 from runs import Bench, median, timed
 from shapes import Shape, make_model, write_model
 
+from trimtab.models.compile import fuse_layers
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -30,6 +31,7 @@ LONG = 1024  # more new tokens than this are drawn once
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", default=["360M:64x512,512x512"])
     parser.add_argument("--repeats", type=int, default=3, help="timed calls, after the first")
+    parser.add_argument("--exact", action="store_true", help="as in a run with --exact on")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters")
 
 
@@ -64,6 +66,8 @@ def policy_of(model: torch.nn.Module, bench: Bench, lora: int) -> Policy:
                     weight.normal_(0, 1e-3)
     policy = Policy(model)
     choose_path(policy)
+    if bench.arguments.exact and (problem := fuse_layers(policy, bench.device)):
+        raise SystemExit(problem)
     return policy
 
 

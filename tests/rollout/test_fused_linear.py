@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from tests.rollout.kernel_device import CLOSE, DEVICE, DTYPE
 from tests.rollout.test_kernels import noise
+from trimtab.models.layer_kernels import rope_and_cache
 from trimtab.rollout.builtin.kernels.fused_linear import (
     LinearTiles,
     few_rows_apply,
@@ -13,7 +14,6 @@ from trimtab.rollout.builtin.kernels.fused_linear import (
     small_batch_qkv_rope,
     small_batch_split_k,
 )
-from trimtab.rollout.builtin.kernels.layer_ops import rope_and_cache
 
 
 def linear(inner, outputs, bias=False):

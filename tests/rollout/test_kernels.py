@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE, DTYPE
+from trimtab.models.layer_kernels import fused_add_rms_norm, gated, rope_and_cache
 from trimtab.rollout.builtin import sampler
 from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
 from trimtab.rollout.builtin.kernels.fused_linear import gated_linear, merged_linear
 from trimtab.rollout.builtin.kernels.int8_linear import Int8Tiles, added, dequantize_int8, int8_gated, int8_product
-from trimtab.rollout.builtin.kernels.layer_ops import fused_add_rms_norm, gated, rope_and_cache
 from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
 from trimtab.rollout.builtin.linear import Int8Weight, packed, quantize_int8
 from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler
@@ -21,7 +21,7 @@ def noise(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("splits, early", [(1, False), (4, False), (1, True)])
+@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(
     "heads, kv_heads, widths, page, softcap, window",
     [
@@ -33,9 +33,7 @@ def noise(*shape, seed=0, dtype=torch.float32):
         (4, 2, (24, 72), 8, None, 21),
     ],
 )
-def test_decode_attention_equals_torch_over_the_same_pages(
-    heads, kv_heads, widths, page, softcap, window, splits, early
-):
+def test_decode_attention_equals_torch_over_the_same_pages(heads, kv_heads, widths, page, softcap, window, splits):
     """`widths`: of keys and of values."""
     lengths = torch.tensor([1, 16, 77, 130, 64, 65])
     pages = -(-int(lengths.max()) // page)
@@ -46,7 +44,7 @@ def test_decode_attention_equals_torch_over_the_same_pages(
     keys[0] = float("nan")  # a page nobody holds must not be read
     out = paged_attention(
         query, keys, values, tables, lengths.to(DEVICE), scale=0.3, softcap=softcap, window=window,
-        splits=splits, early=early,
+        splits=splits,
     )  # fmt: skip
     for row, length in enumerate(lengths.tolist()):
         first = max(0, length - window) if window else 0

@@ -128,6 +128,9 @@ class BackwardOptions(Options):
     compile: str = option("auto", choices=("auto", "on", "off"))
     """Compile the layers of training and scoring passes, which are faster then but take seconds at the start: on, off,
     or auto: on an accelerator, in a run that is long enough. A resumed run does what it did before."""
+    exact: str = option("off", choices=("auto", "on", "off"))
+    """Train and sample with the same kernels in bf16, so that the log-prob of a sampled token is the trainer's bit for
+    bit (docs/exact.md): on, off, or auto: for models and devices that have them. They take the place of --compile."""
     use_liger_kernel: bool = False
     """Fused Liger kernels (needs the liger-kernel package); in place of --compile."""
     aux_loss_coef: float = option(0.0, at_least=0)

@@ -134,7 +134,8 @@ class PackedPass:
     row: AttentionContext | None = None
     calls: int = 0
     callers: list[nn.Module] | None = None  # modules that called attention, while the self-check records them
-    compiled: bool = False  # layers run compiled (models/compile.py)
+    compiled: bool = False  # layers run compiled or fused (models/compile.py)
+    fused: bool = False  # they are fused
     failure: str = ""  # why a compiled layer failed
     comparison: "Comparison | None" = None  # while compiled layers are compared with eager ones
 
@@ -212,7 +213,7 @@ class PackedRow:
         layer = LayerAttention.of(arguments, query, self.longest)
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [T, heads, D]
         if varlen_applies(query, value, layer.softcap, layer.dropout):
-            return attend_varlen(q, k, v, self, layer.scale, layer.window)[None]
+            return attend_varlen(q, k, v, self, layer.scale, layer.window, fused=arguments.get("fused", False))[None]
         return self.attend_dense(q, k, v, layer)[None]
 
     def attend_dense(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
@@ -289,11 +290,22 @@ def varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout:
 
 
 def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: Sequences,
+    scale: float,
+    window: int | None,
+    *,
+    fused: bool = False,
 ) -> Tensor:
-    """Causal attention of concatenated sequences; returns [tokens, heads, D]."""
+    """Causal attention of concatenated sequences; returns [tokens, heads, D]. `fused`: by the kernel of fused
+    layers."""
     if sequences.key_rows is not None:
         key, value = (x.index_select(0, sequences.key_rows) for x in (key, value))
+    if fused:
+        starts = sequences.query_starts, sequences.key_starts
+        return _AttendRows.apply(query, key, value, *starts, sequences.longest, scale, window)
     # With fewer queries than keys the last ones are aligned, so own tokens see the shared prefix. The operator is
     # called directly, because torch's wrapper in some versions needs keys repeated for every query head.
     out, *_ = torch.ops.aten._flash_attention_forward(
@@ -306,6 +318,39 @@ def attend_varlen(
         window_size_right=0,
     )
     return out
+
+
+class _AttendRows(torch.autograd.Function):
+    """Our forward pass, which the engine can repeat token by token bit for bit, and torch's flash backward pass."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, query_starts, key_starts, longest, scale, window):
+        from trimtab.models.layer_kernels import attend_rows
+
+        learns = any(ctx.needs_input_grad[:3])
+        given = query, key, value, query_starts, key_starts
+        out, sums = attend_rows(*given, longest, scale, window, learns=learns)
+        if learns:
+            ctx.save_for_backward(*given, out, sums)
+        ctx.settings = longest, scale, window
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, query_starts, key_starts, out, sums = ctx.saved_tensors
+        longest, scale, window = ctx.settings
+        nothing = torch.empty(0, device=grad.device)  # about dropout
+        backs = torch.ops.aten._flash_attention_backward(
+            *(grad.contiguous(), query, key, value, out, sums, query_starts, key_starts, longest, longest),
+            dropout_p=0.0,
+            is_causal=True,
+            rng_state=nothing,
+            unused=nothing,
+            scale=scale,
+            window_size_left=window - 1 if window else -1,
+            window_size_right=0,
+        )
+        return *backs, None, None, None, None, None
 
 
 # ---- dense blocks

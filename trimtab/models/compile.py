@@ -27,13 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.device import has_kernels, kind_of
+from trimtab.distributed.device import has_kernels, kind_of, overlaps_launches
 from trimtab.distributed.fsdp import local
 from trimtab.distributed.random_state import preserve_rng_state
 from trimtab.errors import UserError
 from trimtab.interrupts import unheard_by_children
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import PackedPass, carried
+from trimtab.models.fused_layer import FusedLayer, FusedNorm, is_llama_like, modules_of_layers
 from trimtab.models.packed import PackedModel, has_dropout, learned_positions, scoring
 from trimtab.models.reward import RewardOutput
 from trimtab.models.selfcheck import probe_batch
@@ -106,13 +107,58 @@ def compile_layers(
     return CompileResult(problem, time.monotonic() - began)
 
 
+def fuse_layers(root: PackedModel, device: torch.device) -> str:
+    """Run the layers of a Llama-like model in bf16 by the kernels that the built-in engine uses (fused_layer.py).
+    Returns why not; empty: they do."""
+    backbone = root.inner.base_model
+    weight = next(root.inner.parameters())
+    plain = all(type(module) is nn.Linear for module in modules_of_layers(backbone))
+    if not overlaps_launches(device) or weight.dtype != torch.bfloat16:
+        return "it needs bf16, Triton and compute capability 9.0 (H100, H200)"
+    if root.path != "packed" or not is_llama_like(backbone):
+        return f"{type(root.inner).__name__} has other layers than Llama"
+    if not plain or hasattr(weight, "placements") or root.context is not None:
+        return "adapters, 4-bit weights and split layers are not supported"
+    if has_dropout(root):
+        return "dropout is not supported"
+    layers = [*backbone.layers, backbone.norm]
+    try:
+        for layer in backbone.layers:
+            layer.forward = CompiledLayer(layer, FusedLayer(layer))
+        backbone.norm.forward = FusedNorm(backbone.norm)
+        root.attention.compiled = root.attention.fused = True
+        problem = _fused_problem(root)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a kernel compiler may fail in many ways
+        problem = f"a kernel fails ({' '.join(str(error).split())[:120]})"
+    if problem:
+        root.attention.compiled = root.attention.fused = False
+        for layer in layers:
+            vars(layer).pop("forward", None)
+    return problem
+
+
+def _fused_problem(root: PackedModel) -> str:
+    with preserve_rng_state(), scoring(root):
+        for learns in {any(weight.requires_grad for weight in root.parameters()), False}:
+            comparison = root.attention.comparison = Comparison(learns)
+            try:
+                root.check_values(probe_batch(root.config, root.device, FIRST))
+            finally:
+                root.attention.comparison = None
+            if comparison.problem:
+                return comparison.problem
+    return ""
+
+
 def disable_compile(root: PackedModel) -> None:
-    root.attention.compiled = False
+    root.attention.compiled = root.attention.fused
 
 
 def compile_problem(root: PackedModel) -> str:
     """The problem of a model's compiled layers since they were checked; empty: none."""
-    if not root.attention.compiled:
+    if not root.attention.compiled or root.attention.fused:
         return ""
     late = graphs_so_far() - CompiledLayer.tried
     return root.attention.failure or (f"they were compiled anew {late} times" if late > LATE else "")
@@ -210,9 +256,10 @@ class CompiledLayer:
 
     tried: ClassVar[int] = 0  # graphs compiled up to the last check
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: nn.Module, instead: Forward | None = None):
+        """`instead`: used in the place of the compiled layer."""
         self._layer, self._plain = [layer], layer.forward  # in a list, so that it is not registered as a submodule
-        self._compiled = torch.compile(layer.forward, dynamic=True, **COMPILER)
+        self._compiled = instead or torch.compile(layer.forward, dynamic=True, **COMPILER)
         self._fails = False
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.fsdp import local
 from trimtab.distributed.process_group import all_gather, all_reduce, group_copy, group_gather, group_reduce
+from trimtab.models.fused_layer import linear
 from trimtab.models.parallel.tensor_parallel import VocabShard
 
 KEPT = 2**26  # logits (256 MiB) that a CPU saves for the backward pass instead of recomputing them
@@ -61,9 +62,10 @@ def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float) -> Tensor:
 
 
 def read_logits(
-    raw: Tensor, places_N: Tensor, shape: LogitShape, temperature: float, entropy: bool
+    raw: Tensor, places_N: Tensor, shape: LogitShape, temperature: float | Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The targets' logits, log Z and, for entropies, E[z] of a chunk."""
+    """The targets' logits, log Z and, for entropies, E[z] of a chunk. The temperature may be a tensor of one for each
+    row."""
     if raw.is_meta:
         chosen_N, normalisers_N, means_N = raw.new_empty(3, len(raw))
         return chosen_N, normalisers_N, means_N if entropy else None
@@ -71,7 +73,9 @@ def read_logits(
         from trimtab.models import lm_head_kernels
 
         return lm_head_kernels.read_logits(raw, places_N, shape.scale, shape.softcap, temperature, means=entropy)
-    logits = shaped_logits(raw, shape, temperature)
+    logits = shaped_logits(raw, shape, 1.0 if isinstance(temperature, Tensor) else temperature)
+    if isinstance(temperature, Tensor):
+        logits = logits / temperature[:, None]
     normalisers_N = torch.logsumexp(logits, -1)
     chosen_N = logits.gather(-1, places_N[:, None])[:, 0]
     if not entropy:
@@ -230,7 +234,7 @@ def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if hidden.is_meta:  # an accelerator in plans; not every torch has the product below on meta tensors
         raw = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
     elif kind_of(hidden.device).wide_products and hidden.dtype != torch.float32:
-        raw = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        raw = linear(hidden, weight, None, torch.float32)
     else:
         raw = torch.mm(hidden, weight.t()).float()
     return raw if bias is None else raw.add_(bias)

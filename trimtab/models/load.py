@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from trimtab.config.jobs import AttackOptions, GenerateOptions, LearnerOptions, RMOptions, ServeRMOptions
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.config.training_options import DropoutOptions, LoadOptions
+from trimtab.config.training_options import DropoutOptions, LoadOptions, ModelOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.activation_memory import ActivationOffload, enable_gradient_checkpointing
+from trimtab.models.compile import fuse_layers
 from trimtab.models.lora import add_adapters, fill_adapters
 from trimtab.models.packed import PackedModel, cast_parameters, has_dropout, switch_off_dropout
 from trimtab.models.parallel.sharded_checkpoint import (
@@ -274,6 +275,8 @@ def _trained(
             after = fill_adapters(module.model, random_state)
             if mesh.size == 1:  # the same random state as after drawing them in a loaded model
                 torch.set_rng_state(after)
+    if mesh.size == 1:
+        fuse_if_exact(module, options, device)
     return Loaded(module, verdict, weights, notes)
 
 
@@ -307,7 +310,21 @@ def _frozen(
         shard_frozen(module, mesh, offload=offload)
     if not whole:
         _refuse_fresh(fill_weights(module, source, device.torch, offload=offload), pretrain, flag)
+    if (mesh is None or mesh.size == 1) and not offload and isinstance(options, ModelOptions):
+        fuse_if_exact(module, options, device)
     return Loaded(module, verdict, weights)
+
+
+def fuse_if_exact(module: PackedModel, options: ModelOptions, device: Device) -> None:
+    """Apply --exact, on one process."""
+    hindrance = "--compile on" if options.compile == "on" else options.not_compiled
+    if options.gradient_checkpointing and options.gradient_checkpointing_keep != "nothing":
+        hindrance = "--gradient_checkpointing_keep"
+    if options.exact == "off":
+        return
+    problem = f"it does not work with {hindrance}" if hindrance else fuse_layers(module, device.torch)
+    if problem and options.exact == "on" and any(weight.requires_grad for weight in module.parameters()):
+        raise UserError(f"--exact on: {problem}; leave it out")
 
 
 def _refuse_fresh(found: dict[str, set], pretrain: str, flag: str, *, scores: bool = False) -> None:

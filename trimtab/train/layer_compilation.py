@@ -132,6 +132,8 @@ def compile_if_worthwhile(
     `scores`: context managers in which the model scores; `gradients`: takes the gradients of a backward pass, for a
     trained model.
     """
+    if root.attention.fused:
+        return CompileDecision(False)
     hindrance = "--compile off" if options.compile == "off" else options.not_compiled
     if decided and hindrance is not None:
         return CompileDecision(False, f"resumed with {hindrance}, not bit for bit the uninterrupted run")

@@ -239,6 +239,7 @@ class CachedAttention:
             scale=arguments.get("scaling") or query_BHD.shape[-1] ** -0.5,
             softcap=arguments.get("softcap"),
             window=arguments.get("sliding_window"),
+            splits=arguments.get("splits"),
         )
 
     def _continue_in_one_row(
@@ -250,7 +251,8 @@ class CachedAttention:
         found = []
         for part in continued.parts:
             near = window if window is not None and window < part.longest else None
-            found.append(attend_varlen(query_THD[part.own], keys, values, part, scale, near))
+            fused = arguments.get("fused", False)
+            found.append(attend_varlen(query_THD[part.own], keys, values, part, scale, near, fused=fused))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _continue(self, query: Tensor, layer: int, slots: Tensor, arguments: Arguments) -> Tensor:

@@ -488,7 +488,8 @@ class BuiltinEngine(Engine):
         self.memory = KVCacheManager(shape, page_size, kv_tokens, self.tensor)
         # With tensor parallelism every layer has collectives, which are not captured in graphs.
         self.captured = GraphCache(policy, max_num_seqs, possible=not eager and not cut)
-        self.exact = shape.dtype == torch.float32 and not weight_only_int8
+        same_kernels = self.fused is not None and policy.attention.fused
+        self.exact = (shape.dtype == torch.float32 or same_kernels) and not weight_only_int8
         self.version = 0
         self.context = generated_context(policy.config)
         self.prefilled_tokens = 0

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trimtab.models.fused_layer import apply_linear, head_norms
 from trimtab.models.pretrained import first_line
 from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
 from trimtab.rollout.builtin.linear import LoraLinear, int8_weights, lora_linear
@@ -29,9 +30,10 @@ Angles: TypeAlias = tuple[Tensor, Tensor]
 class FusedLayers:
     """The decoder layers of one model."""
 
-    def __init__(self, backbone: nn.Module, arguments: list[dict]):
-        """`arguments`: of each layer's attention call."""
-        self.backbone, self.arguments = backbone, arguments
+    def __init__(self, backbone: nn.Module, arguments: list[dict], exact: bool = False):
+        """`arguments`: of each layer's attention call; `exact`: results do not depend on the number of rows, as those
+        of the trainer's fused layers."""
+        self.backbone, self.arguments, self.exact = backbone, arguments, exact
         self.all = range(len(backbone.layers))
         self.failed = False
 
@@ -75,7 +77,7 @@ class FusedLayers:
         self, layers: range, stream: Tensor, angles: Angles, cache: KVCache, slot_mapping_T: Tensor, attend
     ) -> Tensor:
         """Run these layers on the residual stream [T, D], in place; returns it normed."""
-        from trimtab.rollout.builtin.kernels.layer_ops import fused_add_rms_norm
+        from trimtab.models.layer_kernels import fused_add_rms_norm
 
         backbone = self.backbone
         new = None
@@ -86,10 +88,9 @@ class FusedLayers:
             heads = qkv_rope(attention, x, angles, cache.keys[index], cache.values[index], slot_mapping_T)
             mixed = attend(index, *heads, self.arguments[index])
             norm = layer.post_attention_layernorm
-            x = fused_add_rms_norm(
-                linear_partials(attention.o_proj, mixed.flatten(1)), stream, norm.weight, norm.variance_epsilon
-            )
-            new = linear_partials(layer.mlp.down_proj, gate_up(layer.mlp, x))
+            new = linear_partials(attention.o_proj, mixed.flatten(1), exact=self.exact)
+            x = fused_add_rms_norm(new, stream, norm.weight, norm.variance_epsilon)
+            new = linear_partials(layer.mlp.down_proj, gate_up(layer.mlp, x), exact=self.exact)
         return fused_add_rms_norm(new, stream, backbone.norm.weight, backbone.norm.variance_epsilon)
 
 
@@ -97,17 +98,17 @@ def qkv_rope(
     attention: nn.Module, x_TD: Tensor, angles: Angles, keys: Tensor, values: Tensor, slot_mapping_T: Tensor
 ) -> tuple[Tensor, ...]:
     """Query, key and value [T, heads, W] with rotary positions; stores keys and values in their pages."""
+    from trimtab.models.layer_kernels import rope_and_cache
     from trimtab.rollout.builtin.kernels.fused_linear import few_rows_heads_apply, small_batch_qkv_rope
-    from trimtab.rollout.builtin.kernels.layer_ops import rope_and_cache
 
     modules = [attention.q_proj, attention.k_proj, attention.v_proj]
     width = angles[0].shape[1]
-    if few_rows_heads_apply(x_TD, modules, width):
-        made = small_batch_qkv_rope(x_TD, modules, angles, keys, values, slot_mapping_T, _head_norms(attention))
+    if few_rows_heads_apply(x_TD, modules, width) and not hasattr(attention, "q_norm"):
+        made = small_batch_qkv_rope(x_TD, modules, angles, keys, values, slot_mapping_T, head_norms(attention))
         parts = made.split([module.out_features for module in modules], 1)
         return tuple(part.unflatten(1, (-1, width)) for part in parts)
     query, key, value = (part.unflatten(1, (-1, width)) for part in _projections(attention, x_TD))
-    rope_and_cache(query, key, value, *angles, keys, values, slot_mapping_T, _head_norms(attention))
+    rope_and_cache(query, key, value, *angles, keys, values, slot_mapping_T, head_norms(attention))
     return query, key, value
 
 
@@ -125,30 +126,30 @@ def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
     elif len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules):
         joined = merged_linear(x_TD, modules)
     else:
-        return tuple(module(x_TD) for module in modules)
+        return tuple(apply_linear(module, x_TD) for module in modules)
     return joined.split([module.out_features for module in modules], 1)
 
 
-def linear_partials(module: nn.Module, x_TD: Tensor) -> Tensor:
-    """The output of a linear module [T, D], or parts that sum to it [parts, T, D]."""
+def linear_partials(module: nn.Module, x_TD: Tensor, *, exact: bool) -> Tensor:
+    """The output of a linear module [T, D], or parts that sum to it [parts, T, D]; `exact`: in one part."""
     from trimtab.rollout.builtin.kernels.fused_linear import few_rows_apply, small_batch_split_k
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_product
     from trimtab.rollout.builtin.kernels.lora_linear import lora_product
 
     if few_rows_apply(x_TD, [module]) and module.bias is None:
-        return small_batch_split_k(x_TD, module)
+        return small_batch_split_k(x_TD, module, exact=exact)
     weights = int8_weights([module])
     if weights is not None and can_multiply(x_TD, weights):
         return int8_product(x_TD, weights, parts=True)
     if (layers := _described([module], x_TD)) is not None:
         return lora_product(x_TD, layers, parts=True)
-    return module(x_TD)
+    return apply_linear(module, x_TD)
 
 
 def gate_up(mlp: nn.Module, x_TD: Tensor) -> Tensor:
+    from trimtab.models.layer_kernels import gated
     from trimtab.rollout.builtin.kernels.fused_linear import can_join, few_rows_apply, gated_linear, small_batch_gate_up
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_gated
-    from trimtab.rollout.builtin.kernels.layer_ops import gated
     from trimtab.rollout.builtin.kernels.lora_linear import lora_gated
 
     modules = [mlp.gate_proj, mlp.up_proj]
@@ -161,13 +162,7 @@ def gate_up(mlp: nn.Module, x_TD: Tensor) -> Tensor:
         return lora_gated(x_TD, *layers)
     if len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules) and modules[0].bias is None:
         return gated_linear(x_TD, *modules)
-    return gated(*(module(x_TD) for module in modules))
-
-
-def _head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
-    if not hasattr(attention, "q_norm"):
-        return None
-    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
+    return gated(*(apply_linear(module, x_TD) for module in modules))
 
 
 def _described(modules: list[nn.Module], x_TD: Tensor) -> list[LoraLinear] | None:
@@ -189,7 +184,7 @@ def precompile(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, 
 
     Triton compiles a kernel at its first launch, in half a second, and a layer has a dozen. With compiled kernels in
     Triton's disk cache this takes only a few launches."""
-    from trimtab.rollout.builtin.kernels.layer_ops import INTERPRETED
+    from trimtab.models.layer_kernels import INTERPRETED
 
     if INTERPRETED:
         return
@@ -232,7 +227,7 @@ def one_loads_at_a_time() -> Iterator[None]:
 
 def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[], object]]:
     """The launches of a layer, each with its own tensors."""
-    from trimtab.rollout.builtin.kernels.layer_ops import fused_add_rms_norm
+    from trimtab.models.layer_kernels import fused_add_rms_norm
     from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
 
     layer, arguments = fused.backbone.layers[0], fused.arguments[0]
@@ -255,9 +250,9 @@ def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[]
 
     return [
         normed(None),
-        lambda: normed(linear_partials(attention.o_proj, mixed))(),
+        lambda: normed(linear_partials(attention.o_proj, mixed, exact=fused.exact))(),
         lambda: qkv_rope(attention, stream, fused.angles(zeros), keys, values, zeros),
         lambda: gate_up(mlp, stream),
-        lambda: linear_partials(mlp.down_proj, inside),
+        lambda: linear_partials(mlp.down_proj, inside, exact=fused.exact),
         attended,
     ]

@@ -40,6 +40,7 @@ from torch import nn
 
 from trimtab.distributed.device import has_kernels
 from trimtab.models.compile import off_by
+from trimtab.models.fused_layer import is_llama_like
 from trimtab.models.pretrained import first_line
 from trimtab.rollout.builtin.fused_layers import FusedLayers, precompile
 
@@ -231,10 +232,6 @@ class ModelRunner:
 
 logger = logging.getLogger(__name__)
 
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-HEAD_NORMS = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 WHOLE_TOLERANCE = 0.3
 READ = 9  # tokens of the self-check's prefill, before one decode step
 
@@ -244,10 +241,13 @@ def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], pa
     tokens of a page."""
     backbone = policy.inner.base_model
     # Fused projections split query, key and value into heads of one width.
-    if shape.key_width != shape.value_width or not has_kernels(policy.device) or not is_supported(backbone):
+    if shape.key_width != shape.value_width or not has_kernels(policy.device) or not is_llama_like(backbone):
         return None
     used = ("scaling", "sliding_window", "softcap")
-    fused = FusedLayers(backbone, [{name: asked.get(name) for name in used} for asked in arguments])
+    # In fp32 the trainer has another kernel for whole rows.
+    own = {"fused": shape.dtype in (torch.bfloat16, torch.float16), "splits": 1 if policy.attention.fused else None}
+    every = [{name: asked.get(name) for name in used} | own for asked in arguments]
+    fused = FusedLayers(backbone, every, policy.attention.fused)
     try:
         precompile(fused, shape, page, (1, READ))
         return fused if passes_self_check(fused, policy, shape, page) else None
@@ -275,7 +275,7 @@ class CheckedLayers(FusedLayers):
 
     def __init__(self, fused: FusedLayers, passes: list[list[Tensor]]):
         """`passes`: of each pass the residual stream [T, D] before every layer and after the last."""
-        super().__init__(fused.backbone, fused.arguments)
+        super().__init__(fused.backbone, fused.arguments, fused.exact)
         self.passes, self.same = iter(passes), True
 
     def give_up_after(self, error: Exception) -> bool:
@@ -327,26 +327,3 @@ def _few_hidden_states(policy: Policy, cache: KVCache, fused: FusedLayers | None
         read = runner.prefill([(ids[:-1], 0, pages)])
         decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([pages]))
     return torch.cat([read, decoded])
-
-
-def is_supported(backbone: nn.Module) -> bool:
-    names = {"embed_tokens", "layers", "norm", "rotary_emb"}
-    silu = getattr(backbone.config, "hidden_act", None) in ("silu", "swish")
-    return silu and names == _children(backbone) and all(_is_known_layer(layer) for layer in backbone.layers)
-
-
-def _is_known_layer(layer: nn.Module) -> bool:
-    if _children(layer) != LAYER:
-        return False
-    heads_normed = _children(layer.self_attn) == ATTENTION | HEAD_NORMS
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [layer.self_attn.q_norm, layer.self_attn.k_norm] if heads_normed else []
-    return (
-        (heads_normed or _children(layer.self_attn) == ATTENTION)
-        and _children(layer.mlp) == MLP
-        and all(hasattr(norm, "variance_epsilon") and norm.weight.ndim == 1 for norm in norms)
-    )
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}

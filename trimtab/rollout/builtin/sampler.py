@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.distributed.device import has_kernels
+from trimtab.models.lm_head import PLAIN, read_logits
 from trimtab.rollout.builtin.scheduler import SequenceState
 from trimtab.rollout.sampling import SamplingParams
 
@@ -126,16 +127,13 @@ class Sampler:
         from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
 
         temperature = self.sampling.temperature
-        if not self.waits:
-            tokens, log_probs = sample_temperature_only(logits_BV, seeds_B, drawn_B, temperature)
-        else:  # mask stop tokens in place for sampling, then restore their logits
+        if self.waits:  # mask stop tokens in place for sampling, then restore their logits
             early_B, stops_BK = drawn_B < self.sampling.min_new_tokens, logits_BV[:, self.stops]
             logits_BV[:, self.stops] = stops_BK.masked_fill(early_B[:, None], float("-inf"))
-            tokens, sample_from_logits = sample_temperature_only(logits_BV, seeds_B, drawn_B, temperature)
+        tokens, log_probs = sample_temperature_only(logits_BV, seeds_B, drawn_B, temperature)
+        if self.waits:
             logits_BV[:, self.stops] = stops_BK
-            picked = logits_BV.gather(-1, tokens[:, None])[:, 0] / temperature
-            whole = torch.logaddexp(picked - sample_from_logits, (stops_BK / temperature).logsumexp(-1))
-            log_probs = torch.where(early_B, picked - whole, sample_from_logits)
+            log_probs = log_probs_of(logits_BV, tokens, temperature)
         plain = log_probs_of(logits_BV, tokens) if self.sampling.plain_log_probs else None
         most = self.sampling.top_log_probs
         return SamplerOutput(tokens, log_probs, plain, likeliest(logits_BV / temperature, most) if most else None)
@@ -168,8 +166,10 @@ def sample_from_logits(logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> T
     return torch.searchsorted(shares, u, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
 
 
-def log_probs_of(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
-    return logits_BV.gather(-1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
+def log_probs_of(logits_BV: Tensor, tokens_B: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """By the trainer's own function, whose sums do not depend on the other rows."""
+    chosen_B, normalisers_B, _ = read_logits(logits_BV, tokens_B, PLAIN, temperature, entropy=False)
+    return chosen_B - normalisers_B
 
 
 def likeliest(logits_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ would have to be updated after every optimizer step.
 With few rows, time is spent reading weights and waiting for other launches. So elementwise work after a product happens
 in its registers: rotary positions and the KV store after q, k and v; the gate. Outputs too few to fill the device are
 computed as partial sums, which the next norm adds in order. Many steps of the inner dimension are in flight at once,
-and a launch overlaps with the previous one (layer_ops.py).
+and a launch overlaps with the previous one (models/layer_kernels.py).
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from trimtab.rollout.builtin.kernels.layer_ops import overlapped, shared_memory, wait
+from trimtab.models.layer_kernels import overlapped, rotated, shared_memory, wait
 
 
 @triton.jit
@@ -205,9 +205,7 @@ def _few_rows_heads(
         cos1, sin1 = tl.load(cos + angle, live, 0.0).to(tl.float32), tl.load(sin + angle, live, 0.0).to(tl.float32)
         angle += HALF
         cos2, sin2 = tl.load(cos + angle, live, 0.0).to(tl.float32), tl.load(sin + angle, live, 0.0).to(tl.float32)
-        turned = (low * cos1).to(kind).to(tl.float32) - (high * sin1).to(kind).to(tl.float32)
-        high = (high * cos2).to(kind).to(tl.float32) + (low * sin2).to(kind).to(tl.float32)
-        low = turned
+        low, high = rotated(low, high, cos1, sin1, cos2, sin2)
     place = out + row.to(tl.int64)[:, None] * out_row + (head * 2 * HALF + column)[None, :]
     tl.store(place, low.to(kind), live)
     tl.store(place + HALF, high.to(kind), live)
@@ -311,10 +309,12 @@ def small_batch_gate_up(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Lin
     return out
 
 
-def small_batch_split_k(x_TD: Tensor, module: nn.Linear, tiles: LinearTiles | None = None) -> Tensor:
-    """Partial sums of the module's output, in fp32 [parts, T, O]."""
+def small_batch_split_k(
+    x_TD: Tensor, module: nn.Linear, tiles: LinearTiles | None = None, *, exact: bool = False
+) -> Tensor:
+    """Partial sums of the module's output, in fp32 [parts, T, O]; `exact`: in one part, as the trainer's sum."""
     rows, inner = x_TD.shape
-    tiles = tiles or _tiles_of_parts(rows, inner, module.out_features)
+    tiles = tiles or (_tiles_of_one_part if exact else _tiles_of_parts)(rows, inner, module.out_features)
     share = triton.cdiv(triton.cdiv(inner, tiles.parts), tiles.inner) * tiles.inner
     out = torch.empty(tiles.parts, rows, module.out_features, dtype=torch.float32, device=x_TD.device)
     _few_rows_parts[triton.cdiv(rows, tiles.rows), module.out_features // tiles.lines, tiles.parts](
@@ -355,3 +355,10 @@ def _tiles_of_parts(rows: int, inner: int, outputs: int) -> LinearTiles:
         height //= 2
     step = 128 if inner % (128 * count) == 0 else 64
     return LinearTiles(height, TILE, step, count, 8, swapped=True)
+
+
+def _tiles_of_one_part(rows: int, inner: int, outputs: int) -> LinearTiles:
+    height, lines = _height(rows), TILE
+    while lines > 16 and outputs // lines * triton.cdiv(rows, height) < PROCESSORS - 4:
+        lines //= 2
+    return LinearTiles(height, lines, 128 if inner % 128 == 0 else 64, 1, 8, swapped=False)

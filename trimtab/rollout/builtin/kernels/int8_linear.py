@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trimtab.distributed.device import kind_of
-from trimtab.rollout.builtin.kernels.layer_ops import shared_memory
+from trimtab.models.layer_kernels import shared_memory
 
 if TYPE_CHECKING:  # the weights' class calls these kernels
     from trimtab.rollout.builtin.linear import Int8Weight

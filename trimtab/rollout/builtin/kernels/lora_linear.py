@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trimtab.rollout.builtin.kernels.layer_ops import overlapped, shared_memory, wait
+from trimtab.models.layer_kernels import overlapped, shared_memory, wait
 from trimtab.rollout.builtin.linear import (
     FEW,
     MANY,

@@ -2,7 +2,7 @@
 
 A program takes one KV head of one sequence with all query heads that share it, and loops over the pages inside the
 window with an online softmax. Few long sequences are split so that the device is full; a second kernel combines the
-parts.
+parts. In the trainer's fused layers the sum has one order, so exact sampling needs one part (`splits`).
 """
 
 import torch
@@ -10,27 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trimtab.rollout.builtin.kernels.layer_ops import overlapped, wait
+from trimtab.models.layer_kernels import BLOCK, LEAST_DOT, LOG2_E, LOWEST, attend_block, overlapped, wait
 
 PROGRAMS_TO_FILL_A_DEVICE = 512
-LEAST_DOT = 16  # rows of the smallest matrix product
-
-
-@triton.jit
-def _looked_at(
-    q, k, v, seen, scale, softcap, peak, total, mixed, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The running softmax after one more block."""
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    if CAPPED:
-        score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
-    score = tl.where(seen[None, :], score * 1.4426950408889634, float("-inf"))
-    higher = tl.maximum(peak, tl.max(score, 1))
-    fade = tl.exp2(peak - higher)
-    weight = tl.exp2(score - higher[:, None])
-    total = total * fade + tl.sum(weight, 1)
-    mixed = mixed * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-    return higher, total, mixed
 
 
 @triton.jit
@@ -49,7 +31,7 @@ def _decode(
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_COLUMNS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr, OVERLAPPED: tl.constexpr,
+    OVERLAPPED: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     # KV heads are neighbours in the launch order: they read the same pages at the same time.
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -69,27 +51,13 @@ def _decode(
     table = tables + row.to(tl.int64) * table_row
     token = begin * BLOCK + tl.arange(0, BLOCK)
     page = tl.load(table + tl.minimum(token, length - 1) // PAGE).to(tl.int64)
-    # Only the last block has a token that the launch before this one writes.
-    early = begin + 1 < last
-    if EARLY:
-        place = page * page_stride + (token % PAGE) * token_stride + head * head_stride
-        early_k = tl.load(keys + place[:, None] + column[None, :], inside & early, 0.0)
-        value_place = _of_values(place, WIDTH, VALUE_WIDTH)
-        early_v = tl.load(values + value_place[:, None] + value_column[None, :], value_inside & early, 0.0)
     wait(OVERLAPPED)
     heads = head * GROUP + member
     kept = (member < GROUP)[:, None] & inside
     q = tl.load(query + row.to(tl.int64) * query_row + heads[:, None] * query_head + column[None, :], kept, 0.0)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    if EARLY:  # noqa: SIM102 (known when it is compiled; the other when it runs)
-        if early:
-            peak, total, mixed = _looked_at(
-                q, early_k, early_v, token >= first, scale, softcap, peak, total, mixed, CAPPED, PRECISION
-            )
-            begin += 1
-            page = tl.load(table + tl.minimum(token + BLOCK, length - 1) // PAGE).to(tl.int64)
     for block in range(begin, end):
         token = block * BLOCK + tl.arange(0, BLOCK)
         live = token < length
@@ -101,7 +69,9 @@ def _decode(
         seen = live
         if WINDOWED:
             seen = seen & (token >= first)
-        peak, total, mixed = _looked_at(q, k, v, seen, scale, softcap, peak, total, mixed, CAPPED, PRECISION)
+        peak, total, mixed = attend_block(
+            q, k, v, seen[None, :], scale, softcap, peak, total, mixed, BLOCK, CAPPED, PRECISION
+        )
     target = row.to(tl.int64) * out_row + heads[:, None] * out_head + split * VALUE_WIDTH + value_column[None, :]
     if SPLITS == 1:
         mixed = mixed / total[:, None]
@@ -136,15 +106,14 @@ def paged_attention(
     softcap: float | None = None,
     window: int | None = None,
     splits: int | None = None,
-    early: bool | None = None,
 ) -> Tensor:
     """`keys`, `values`: one layer's [pages, tokens a page, heads, width], whose widths may differ; `lengths_B`: of the
-    sequences, 1 or more; `early`: a program loads its first block before the previous launch has ended, which may write
-    the last token's keys and values but no others."""
+    sequences, 1 or more."""
     rows, heads, width = query_BHD.shape
     kv_heads, page, value_width = keys.shape[2], keys.shape[1], values.shape[3]
     assert query_BHD.stride(2) == keys.stride(3) == values.stride(3) == 1
     assert [n * value_width for n in keys.stride()[:3]] == [n * width for n in values.stride()[:3]]
+    half = query_BHD.dtype != torch.float32
     if splits is None:
         splits = _splits(rows * kv_heads)
     out = torch.empty(rows, heads, value_width, dtype=query_BHD.dtype, device=query_BHD.device)
@@ -154,23 +123,17 @@ def paged_attention(
         peaks, sums = torch.empty(2, rows, heads, splits, dtype=torch.float32, device=out.device)
     group = heads // kv_heads
     columns, value_columns = (max(LEAST_DOT, triton.next_power_of_2(n)) for n in (width, value_width))
-    # Measured on an H200: two warps, two stages, long blocks where several query heads share what is read; never more
-    # than 16 KiB of keys, or of values, at once.
-    block = page if page in (32, 64, 128) else 128 if group > 1 else 64
-    block = min(block, 2**14 // (max(columns, value_columns) * keys.element_size()))
-    launch = overlapped(query_BHD.device)
-    # With too few programs to hide latency, their first block is loaded while q, k and v are computed.
-    if early is None:
-        early = launch["OVERLAPPED"] and splits == 1 and rows * kv_heads < PROGRAMS_TO_FILL_A_DEVICE
+    # In half precision the blocks of the trainer's attention; never more than 16 KiB of keys, or of values, at once.
+    block = BLOCK if half else min(BLOCK, 2**14 // (max(columns, value_columns) * keys.element_size()))
     _decode[kv_heads, rows, splits](
         query_BHD, keys, values, tables_BP, lengths_B, parts, peaks, sums,
         query_BHD.stride(0), query_BHD.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), tables_BP.stride(0),
-        parts.stride(0), parts.stride(1), scale, softcap or 0.0, window or 0,
+        parts.stride(0), parts.stride(1), scale * LOG2_E, (softcap or 0.0) * LOG2_E, window or 0,
         GROUP=group, ROWS=max(LEAST_DOT, triton.next_power_of_2(group)), WIDTH=width,
         COLUMNS=columns, VALUE_WIDTH=value_width, VALUE_COLUMNS=value_columns, PAGE=page, BLOCK=block, SPLITS=splits,
         CAPPED=softcap is not None, WINDOWED=window is not None,
-        PRECISION="ieee" if query_BHD.dtype == torch.float32 else "tf32", EARLY=early,
-        num_warps=4 if early else 2, num_stages=2, **launch,
+        PRECISION="tf32" if half else "ieee", LOWEST=LOWEST,
+        num_warps=2, num_stages=3 if columns <= 64 else 2, **overlapped(query_BHD.device),
     )  # fmt: skip
     if splits > 1:
         _together[rows * heads,](parts, peaks, sums, out, WIDTH=value_width, COLUMNS=value_columns, SPLITS=splits)

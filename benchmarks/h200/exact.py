@@ -1,0 +1,118 @@
+"""Sampled tokens whose log-prob differs in any bit from the trainer's forward pass, in bf16 with --exact.
+
+A case is SHAPE:ROWS:TOKENS: answers of mixed lengths to prompts of mixed lengths, eight a prompt, at most ROWS at once,
+until there are TOKENS; SHAPE is one of ours (360M, 1.7B, 8B), qwen2 or qwen3. The trainer reads them in two packings:
+in order with shared prompts, and shuffled in rows of another size. The gap of the model's own modules is what training
+has without --exact.
+
+    python benchmarks/h200/exact.py 360M:512:1000000 1.7B:256:1000000 qwen3:256:1000000
+"""
+
+import argparse
+
+import numpy as np
+import torch
+from runs import Bench
+from shapes import SHAPES, TINY, make_model
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from trimtab.data.batches import TokenBatch
+from trimtab.models.compile import fuse_layers
+from trimtab.models.packed import scoring
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.sampling import SamplingParams
+from trimtab.rollout.trajectory import Trajectory
+
+SAMPLES, LONGEST_PROMPT, LONGEST_ANSWER = 8, 400, 512
+QWEN = {
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+              "num_key_value_heads": 2, "intermediate_size": 4864}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+              "num_key_value_heads": 8, "intermediate_size": 3072, "head_dim": 128}),
+}  # fmt: skip
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cases", nargs="*", default=["360M:512:1000000"])
+    parser.add_argument("--temperature", type=float, default=1.0)
+
+
+def model_of(name: str, device: torch.device) -> torch.nn.Module:
+    if name in QWEN:
+        kind, config, sizes = QWEN[name]
+        torch.manual_seed(0)
+        with device:
+            model = kind(config(**sizes, vocab_size=151_936, tie_word_embeddings=True)).to(torch.bfloat16)
+    else:
+        model = make_model(SHAPES.get(name, TINY), device)
+    with torch.no_grad():
+        for weight in model.parameters():  # sharper than at initialisation
+            weight.mul_(1.5) if weight.ndim == 2 else weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def log_probs(policy: Policy, rollouts: list[Trajectory], order: list[int], rows: int, heat: float, shared: bool):
+    """Of all sampled tokens, from packed rows of so many sequences."""
+    found: dict[int, torch.Tensor] = {}
+    for first in range(0, len(order), rows):
+        part = [rollouts[i] for i in order[first : first + rows]]
+        examples = [
+            (np.array([*r.prompt_ids, *r.ids]), np.repeat([False, True], [len(r.prompt_ids), len(r.ids)])) for r in part
+        ]
+        borrowed = [
+            len(own.prompt_ids) if shared and before is not None and before.prompt == own.prompt else 0
+            for before, own in zip([None, *part], part)
+        ]
+        with scoring(policy):
+            batch = TokenBatch.of(examples, borrowed if shared else None).to(policy.device)
+            values = policy(batch, temperature=heat).log_probs_N.cpu()
+        found |= dict(zip(order[first:], values.split([len(r.ids) for r in part])))
+    return torch.cat([found[i] for i in range(len(rollouts))])
+
+
+def measure(bench: Bench, words: str) -> None:
+    name, rows, wanted = words.split(":")
+    heat, rng = bench.arguments.temperature, np.random.default_rng(0)
+    policy = Policy(model_of(name, bench.device))
+    choose_path(policy)
+    if problem := fuse_layers(policy.eval(), bench.device):
+        raise SystemExit(f"{name}: {problem}")
+    engine = BuiltinEngine(policy, max_num_seqs=int(rows))
+    prompts = max(1, int(rows) // SAMPLES)
+    counts = dict.fromkeys(("tokens", "differ_in_order", "differ_shuffled", "differ_of_modules"), 0)
+    gap = 0.0
+    while counts["tokens"] < int(wanted):
+        lengths, limits = (rng.integers(1, most + 1, prompts).tolist() for most in (LONGEST_PROMPT, LONGEST_ANSWER))
+        ids = [rng.integers(3, policy.head.out_features, length).tolist() for length in lengths]
+        sampling = SamplingParams(max_new_tokens=LONGEST_ANSWER, n=SAMPLES, temperature=heat)
+        seeds = (rng.integers(0, 2**31, prompts)).tolist()
+        rollouts = engine.generate(ids, sampling, seeds=seeds, limits=limits)
+        sampled = torch.cat([torch.tensor(r.log_probs) for r in rollouts])
+        together = list(range(len(rollouts)))
+        shuffled = rng.permutation(len(rollouts)).tolist()
+        for column, order, size, shared in (
+            ("differ_in_order", together, 48, True),
+            ("differ_shuffled", shuffled, int(rng.integers(1, 40)), False),
+        ):
+            found = log_probs(policy, rollouts, order, size, heat, shared)
+            counts[column] += int((found != sampled).sum())
+        if not counts["tokens"]:  # once, for comparison
+            policy.attention.compiled = False
+            found = log_probs(policy, rollouts, together, 48, heat, True)
+            policy.attention.compiled = True
+            counts["differ_of_modules"], gap = int((found != sampled).sum()), float((found - sampled).abs().mean())
+        counts["tokens"] += len(sampled)
+    bench.row(work=f"exact {words}", who="trimtab", **counts, gap_of_modules=gap)
+
+
+def main(argv: list[str] | None = None) -> None:
+    bench = Bench(__doc__, argv, options=options)
+    for words in bench.arguments.cases:
+        measure(bench, words)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

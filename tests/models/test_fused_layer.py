@@ -1,0 +1,180 @@
+"""Fused layers: every kernel against autograd in fp64, and, on an accelerator, sampled log-probs against the trainer's,
+bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from tests.tiny import tiny_model
+from trimtab.data.batches import TokenBatch
+from trimtab.models import fused_layer, layer_kernels
+from trimtab.models.compile import fuse_layers
+from trimtab.models.layer_kernels import INTERPRETED
+from trimtab.models.packed import scoring
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.sampling import SamplingParams
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on an accelerator, or interpreted"
+)
+
+
+def noise(*shape, seed=0, learns=True):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE).requires_grad_(learns)
+
+
+def check_gradients(function, reference, inputs):
+    """Values and gradients of fp32 kernels against autograd in fp64."""
+    wide = [x.detach().double().requires_grad_() if x.requires_grad else x.double() for x in inputs]
+    found, expected = function(*inputs), reference(*wide)
+    slopes = [noise(*out.shape, seed=9 + i, learns=False) for i, out in enumerate(found)]
+    for out, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(out.double(), other, atol=2e-5, rtol=2e-5)
+    learnt = [x for x in inputs if x.requires_grad]
+    ours = torch.autograd.grad(found, learnt, slopes)
+    theirs = torch.autograd.grad(expected, [x for x in wide if x.requires_grad], [s.double() for s in slopes])
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own.double(), other, atol=5e-5, rtol=5e-5)
+
+
+def rms_norm(x, weight):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("adds", [True, False])
+def test_norms(adds, frozen):
+    weight = noise(24, seed=2, learns=not frozen)
+
+    def reference(stream, *rest):
+        stream = stream + rest[0] if adds else stream
+        return stream, rms_norm(stream, rest[-1])
+
+    def kernel(stream, *rest):
+        return fused_layer.AddNorm.apply(stream, rest[0] if adds else None, rest[-1], 1e-5)
+
+    check_gradients(kernel, reference, [noise(7, 24), *([noise(7, 24, seed=1)] if adds else []), weight])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary_positions(normed):
+    tokens, width = 5, 8
+    angles = noise(tokens, width // 2, seed=3, learns=False)
+    cos, sin = (torch.cat([f(angles)] * 2, 1) for f in (torch.cos, torch.sin))
+    weights = [noise(width, seed=4), noise(width, seed=5)] if normed else []
+
+    def turned(x, weight):
+        x = x.unflatten(1, (-1, width))
+        if weight is not None:
+            x = rms_norm(x, weight)
+        half = torch.cat([-x[..., width // 2 :], x[..., : width // 2]], -1)
+        return x * cos.double()[:, None] + half * sin.double()[:, None]
+
+    def reference(query, key, *norms):
+        return tuple(turned(x, w) for x, w in zip((query, key), norms or (None, None)))
+
+    def kernel(query, key, *norms):
+        return fused_layer.Rotate.apply(query, key, cos, sin, *(norms or (None, None)), 1e-5)
+
+    check_gradients(kernel, reference, [noise(tokens, 3 * width), noise(tokens, width, seed=1), *weights])
+
+
+def test_gates():
+    check_gradients(
+        lambda *both: [fused_layer.Gate.apply(*both)],
+        lambda gate, up: [F.silu(gate) * up],
+        [noise(6, 40), noise(6, 40, seed=1)],
+    )
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_attention_over_sequences_with_shared_prefixes(window):
+    heads, kv_heads, width, own, whole = 4, 2, 16, [70, 5, 1], [70, 75, 30]
+    starts = [torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int() for lengths in (own, whole)]
+    query = noise(sum(own), heads, width, learns=False)
+    key, value = (noise(sum(whole), kv_heads, width, seed=i, learns=False) for i in (1, 2))
+    found, sums = layer_kernels.attend_rows(query, key, value, *starts, max(whole), 0.3, window, learns=True)
+    for i in range(len(own)):
+        q = query[starts[0][i] : starts[0][i + 1]].transpose(0, 1)
+        k, v = (
+            x[starts[1][i] : starts[1][i + 1]].transpose(0, 1).repeat_interleave(heads // kv_heads, 0)
+            for x in (key, value)
+        )
+        back = torch.arange(own[i], device=DEVICE)[:, None] + whole[i] - own[i] - torch.arange(whole[i], device=DEVICE)
+        seen = (back >= 0) & (back < (window or 10**6))
+        scores = (q @ k.transpose(1, 2) * 0.3).masked_fill(~seen, float("-inf"))
+        part = slice(starts[0][i], starts[0][i + 1])
+        torch.testing.assert_close(found[part], (scores.softmax(-1) @ v).transpose(0, 1), atol=3e-3, rtol=3e-3)
+        torch.testing.assert_close(sums[:, part], scores.logsumexp(-1), atol=3e-3, rtol=3e-3)
+
+
+@pytest.mark.parametrize("rows, biased", [(1, False), (5, True), (70, False), (300, True)])
+def test_products(rows, biased):
+    kind = torch.float32 if INTERPRETED else torch.bfloat16
+    x, weight, bias = (noise(*n, seed=n[0], learns=False).to(kind) for n in ((rows, 72), (200, 72), (200,)))
+    found = layer_kernels.product(x, weight, bias if biased else None, torch.float32)
+    expected = F.linear(x.double(), weight.double(), bias.double() if biased else None)
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+# ---- on an accelerator
+
+
+def packed_log_probs(policy, rollouts, order, at_once, *, shared):
+    """Of all sampled tokens, from rows of `at_once` sequences."""
+    found = {}
+    for first in range(0, len(order), at_once):
+        part = [rollouts[i] for i in order[first : first + at_once]]
+        examples = [
+            (np.array([*r.prompt_ids, *r.ids]), np.repeat([False, True], [len(r.prompt_ids), len(r.ids)])) for r in part
+        ]
+        borrowed = [
+            len(own.prompt_ids) if shared and before is not None and before.prompt == own.prompt else 0
+            for before, own in zip([None, *part], part)
+        ]
+        with scoring(policy):
+            values = policy(TokenBatch.of(examples, borrowed if shared else None).to(DEVICE)).log_probs_N.cpu()
+        for index, own in zip(order[first:], values.split([len(r.ids) for r in part])):
+            found[index] = own
+    return torch.cat([found[i] for i in range(len(rollouts))])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_sampled_log_probs_are_the_trainers_bit_for_bit(family):
+    policy = Policy(tiny_model(family, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64))
+    choose_path(policy)
+    policy.to(DEVICE, torch.bfloat16)
+    assert fuse_layers(policy, DEVICE) == ""
+    engine = BuiltinEngine(policy, max_num_seqs=24)
+    assert engine.exact
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, policy.head.out_features, n).tolist() for n in (3, 90, 17, 140)]
+    sampling = SamplingParams(max_new_tokens=40, n=6)
+    rollouts = engine.generate(prompts, sampling, seeds=range(4))
+    sampled = torch.cat([torch.tensor(r.log_probs) for r in rollouts])
+    shuffled = rng.permutation(len(rollouts)).tolist()
+    for order, at_once, shared in (
+        (range(24), 24, True),
+        (range(24), 6, True),
+        (shuffled, 5, False),
+        (shuffled, 1, False),
+    ):
+        found = packed_log_probs(policy, rollouts, list(order), at_once, shared=shared)
+        assert (found != sampled).sum() == 0
+    alone = engine.generate(prompts[1:2], sampling, seeds=[1])
+    assert all((a.log_probs == b.log_probs).all() for a, b in zip(alone, rollouts[6:12], strict=True))
+
+
+def test_what_is_not_supported_is_said():
+    policy = Policy(tiny_model("llama"))
+    choose_path(policy)
+    assert "bf16" in fuse_layers(policy, torch.device("cpu"))
+    assert not policy.attention.fused and all("forward" not in vars(layer) for layer in policy.inner.base_model.layers)

@@ -1,0 +1,272 @@
+"""Decoder layers of Llama-like models on fused kernels, for training and scoring (--exact).
+
+The built-in engine runs the same kernels (rollout/builtin/fused_layers.py), so in bf16 the log-prob of a sampled token
+is, bit for bit, the one of the training forward pass. It needs no compiler either.
+
+cuBLAS splits the inner dimension of some products with few rows, which changes the order of the sum. So each product
+with few rows is tried once, on random rows: if cuBLAS gives the bits of the kernel that never splits, it is used.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trimtab.distributed.device import has_kernels
+from trimtab.models.attention import PackedPass, carried, with_window
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def is_llama_like(backbone: nn.Module) -> bool:
+    """In structure; whether the layers compute the same is left to the self-checks."""
+    names = {"embed_tokens", "layers", "norm", "rotary_emb"}
+    silu = getattr(backbone.config, "hidden_act", None) in ("silu", "swish")
+    return silu and names == _children(backbone) and all(_is_known_layer(layer) for layer in backbone.layers)
+
+
+def modules_of_layers(backbone: nn.Module) -> list[nn.Module]:
+    """The projections of all layers."""
+    found = [(layer.self_attn, layer.mlp) for layer in getattr(backbone, "layers", ())]
+    return [getattr(part, name) for parts in found for part in parts for name in _children(part) if "_proj" in name]
+
+
+def _is_known_layer(layer: nn.Module) -> bool:
+    if _children(layer) != LAYER:
+        return False
+    heads_normed = _children(layer.self_attn) == ATTENTION | HEAD_NORMS
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [layer.self_attn.q_norm, layer.self_attn.k_norm] if heads_normed else []
+    return (
+        (heads_normed or _children(layer.self_attn) == ATTENTION)
+        and _children(layer.mlp) == MLP
+        and all(hasattr(norm, "variance_epsilon") and norm.weight.ndim == 1 for norm in norms)
+    )
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
+    if not hasattr(attention, "q_norm"):
+        return None
+    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
+
+
+# ---- products
+
+ENOUGH = 2**22
+"""Results of a product from which cuBLAS has enough work without splitting the inner dimension: twice the processors of
+an H200 in tiles of 128 x 128."""
+_tried: dict[tuple, bool] = {}
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """x W^T + b, the same bits for a row whatever the others. `dtype`: of the result."""
+    if _cublas_never_splits(x_TI, weight_OI, bias_O, dtype or x_TI.dtype):
+        if dtype is None or dtype == x_TI.dtype:
+            return F.linear(x_TI, weight_OI, bias_O)
+        raw = torch.mm(x_TI, weight_OI.t(), out_dtype=dtype)
+        return raw if bias_O is None else raw.add_(bias_O)
+    return _Product.apply(x_TI, weight_OI, bias_O, dtype or x_TI.dtype)
+
+
+def _cublas_never_splits(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> bool:
+    rows, outputs = len(x_TI), len(weight_OI)
+    if x_TI.dtype != torch.bfloat16 or not has_kernels(x_TI.device) or rows * outputs >= ENOUGH:
+        return True
+    key = x_TI.device.index, rows, *weight_OI.shape, bias_O is None, dtype
+    if key not in _tried:
+        _tried[key] = _is_bit_equal(rows, weight_OI, bias_O, dtype)
+    return _tried[key]
+
+
+@torch.no_grad()
+def _is_bit_equal(rows: int, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> bool:
+    from trimtab.models import layer_kernels
+
+    generator = torch.Generator(weight_OI.device).manual_seed(0)
+    shape = rows, weight_OI.shape[1]
+    x = torch.randn(shape, device=weight_OI.device, generator=generator).to(weight_OI.dtype)
+    if dtype == x.dtype:
+        found = F.linear(x, weight_OI, bias_O)
+    else:
+        found = torch.mm(x, weight_OI.t(), out_dtype=dtype)
+        bias_O = None  # added afterwards
+    return torch.equal(found, layer_kernels.product(x, weight_OI.contiguous(), bias_O, dtype))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, dtype):
+        from trimtab.models import layer_kernels
+
+        ctx.save_for_backward(x, weight)
+        return layer_kernels.product(x.contiguous(), weight.contiguous(), bias, dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        return (
+            grad @ weight if needs_x else None,
+            grad.t() @ x if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+            None,
+        )
+
+
+# ---- layers
+
+
+class FusedLayer:
+    """Takes the place of a decoder layer's forward in passes over packed rows."""
+
+    def __init__(self, layer: nn.Module):
+        self._layer = [layer]  # in a list, so that it is not registered as a submodule
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **_: Any,
+    ) -> Tensor:
+        layer = self._layer[0]
+        current: PackedPass = carried(layer)
+        current.calls += 1
+        assert position_embeddings is not None and current.row is not None
+        attention, mlp = layer.self_attn, layer.mlp
+        stream, cos, sin = (x[0].contiguous() for x in (hidden_states, *position_embeddings))
+        width = cos.shape[1]
+        norm = layer.input_layernorm
+        stream, x = AddNorm.apply(stream, None, norm.weight, norm.variance_epsilon)
+        query, key, value = apply_linears([attention.q_proj, attention.k_proj, attention.v_proj], x)
+        norms = head_norms(attention)
+        query, key = Rotate.apply(query, key, cos, sin, *(norms or (None, None, 0.0)))
+        arguments = with_window(layer, attention_mask, {"scaling": attention.scaling, "fused": True})
+        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value.unflatten(1, (-1, width))))
+        mixed = current.row.attend(q, k, v, arguments)[0]
+        norm = layer.post_attention_layernorm
+        new = apply_linear(attention.o_proj, mixed.flatten(1))
+        stream, x = AddNorm.apply(stream, new, norm.weight, norm.variance_epsilon)
+        inside = Gate.apply(*apply_linears([mlp.gate_proj, mlp.up_proj], x))
+        return (stream + apply_linear(mlp.down_proj, inside))[None]
+
+
+class FusedNorm:
+    """Takes the place of the last norm's forward, in passes with fused layers."""
+
+    def __init__(self, norm: nn.Module):
+        self._norm, self._plain = [norm], norm.forward
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        norm, current = self._norm[0], carried(self._norm[0])
+        if not (isinstance(current, PackedPass) and current.compiled):
+            return self._plain(hidden_states)
+        return AddNorm.apply(hidden_states[0], None, norm.weight, norm.variance_epsilon)[1][None]
+
+
+def apply_linear(module: nn.Module, x_TI: Tensor) -> Tensor:
+    plain = type(module) is nn.Linear and "forward" not in vars(module)  # int8 replaces it
+    return linear(x_TI, module.weight, module.bias) if plain else module(x_TI)
+
+
+def apply_linears(modules: list[nn.Module], x_TI: Tensor) -> tuple[Tensor, ...]:
+    """Several modules on the same input."""
+    return _Linears.apply(x_TI, len(modules), *(m.weight for m in modules), *(m.bias for m in modules))
+
+
+class _Linears(torch.autograd.Function):
+    """Products with the same rows, whose gradients are added up inside the products of the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, count, *given):
+        weights, biases = given[:count], given[count:]
+        ctx.save_for_backward(x, *weights)
+        return tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, *weights = ctx.saved_tensors
+        needs_x, _, *needed = ctx.needs_input_grad
+        back = None
+        if needs_x:
+            back = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:]):
+                back.addmm_(grad, weight)
+        of_weights = [grad.t() @ x if needs else None for grad, needs in zip(grads, needed)]
+        return back, None, *of_weights, *(g.sum(0) if needs else None for g, needs in zip(grads, needed[len(grads) :]))
+
+
+class AddNorm(torch.autograd.Function):
+    """(stream + new, its RMS norm)"""
+
+    @staticmethod
+    def forward(ctx, stream, new, weight, epsilon):
+        from trimtab.models import layer_kernels
+
+        stream, normed = layer_kernels.add_rms_norm(new, stream, weight, epsilon)
+        ctx.save_for_backward(stream, weight)
+        ctx.epsilon, ctx.added = epsilon, new is not None
+        return stream, normed
+
+    @staticmethod
+    def backward(ctx, grad_stream, grad_normed):
+        from trimtab.models import layer_kernels
+
+        stream, weight = ctx.saved_tensors
+        back, grad_weight = layer_kernels.norm_backward(
+            grad_normed.contiguous(), None if grad_stream is None else grad_stream.contiguous(), stream, weight,
+            ctx.epsilon, learns=ctx.needs_input_grad[2],
+        )  # fmt: skip
+        return back, back if ctx.added else None, grad_weight, None
+
+
+class Rotate(torch.autograd.Function):
+    """Queries and keys [T, heads, W] with rotary positions, after head norms if there are any."""
+
+    @staticmethod
+    def forward(ctx, query, key, cos, sin, query_norm, key_norm, epsilon):
+        from trimtab.models import layer_kernels
+
+        norms = None if query_norm is None else (query_norm, key_norm, epsilon)
+        made = layer_kernels.rotate(query, key, cos, sin, norms)
+        ctx.save_for_backward(*((query, key) if norms else (None, None)), cos, sin, query_norm, key_norm)
+        ctx.epsilon = epsilon
+        return made
+
+    @staticmethod
+    def backward(ctx, grad_query, grad_key):
+        from trimtab.models import layer_kernels
+
+        query, key, cos, sin, *norms = ctx.saved_tensors
+        found, sums = [], []
+        for grad, before, norm, learns in zip((grad_query, grad_key), (query, key), norms, ctx.needs_input_grad[4:6]):
+            own = None if norm is None else (norm, ctx.epsilon)
+            back, total = layer_kernels.rotate_backward(grad, grad if before is None else before, cos, sin, own, learns)
+            found.append(back)
+            sums.append(total)
+        return *found, None, None, *sums, None
+
+
+class Gate(torch.autograd.Function):
+    """silu(gate) * up"""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        from trimtab.models import layer_kernels
+
+        ctx.save_for_backward(gate, up)
+        return layer_kernels.gated(gate, up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        from trimtab.models import layer_kernels
+
+        return layer_kernels.gate_backward(grad.contiguous(), *ctx.saved_tensors)
