@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 # Clock readings, memory, and what is computed from files that hold them: keys, at any depth.
-VOLATILE = re.compile("seconds|per_second|memory_gib|^checksum$|^sums$|^wandb_run_name")
+VOLATILE = re.compile("seconds|per_second|memory_gib|^checksum$|^sums$|^wandb_run_name|^exact$")  # exact: a new option
 # In episodes which turns meet in a pass depends on who answers when, and with it the last bits of the log-probs that
 # the engine drew with. Nothing is computed from those but these figures.
 OF_DRAWING = re.compile("^(sampled_entropy|first_entropy|log_prob_gap|log_prob_ratio)$")
