@@ -92,6 +92,7 @@ def test_a_killed_worker_is_named_and_the_run_can_be_resumed(cluster, words, str
     rl_run.assert_identical(rl_run.result(tmp_path), straight)
 
 
+@pytest.mark.long
 def test_with_a_restart_the_end_is_that_of_an_undisturbed_run(cluster, words, straight, notes, tmp_path):
     log = tmp_path / "log"
     process = warm.start(words(tmp_path, "--max_restarts 1"), log=log, environment=cluster.environment)
