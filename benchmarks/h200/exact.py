@@ -17,6 +17,7 @@ from shapes import SHAPES, TINY, make_model
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from trimtab.data.batches import TokenBatch
+from trimtab.errors import UserError
 from trimtab.models.compile import fuse_layers
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
@@ -54,7 +55,7 @@ def model_of(name: str, device: torch.device) -> torch.nn.Module:
 
 
 def log_probs(policy: Policy, rollouts: list[Trajectory], order: list[int], rows: int, heat: float, shared: bool):
-    """Of all sampled tokens, from packed rows of so many sequences."""
+    """Of all sampled tokens, from packed rows of `rows` sequences."""
     found: dict[int, torch.Tensor] = {}
     for first in range(0, len(order), rows):
         part = [rollouts[i] for i in order[first : first + rows]]
@@ -78,7 +79,7 @@ def measure(bench: Bench, words: str) -> None:
     policy = Policy(model_of(name, bench.device))
     choose_path(policy)
     if problem := fuse_layers(policy.eval(), bench.device):
-        raise SystemExit(f"{name}: {problem}")
+        raise UserError(problem)
     engine = BuiltinEngine(policy, max_num_seqs=int(rows))
     prompts = max(1, int(rows) // SAMPLES)
     counts = dict.fromkeys(("tokens", "differ_in_order", "differ_shuffled", "differ_of_modules"), 0)
@@ -110,8 +111,8 @@ def measure(bench: Bench, words: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     bench = Bench(__doc__, argv, options=options)
     for words in bench.arguments.cases:
-        measure(bench, words)
-        torch.cuda.empty_cache()
+        with bench.attempt(words):
+            measure(bench, words)
 
 
 if __name__ == "__main__":

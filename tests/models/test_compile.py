@@ -20,7 +20,7 @@ from trimtab.errors import UserError
 from trimtab.interrupts import unheard_by_children
 from trimtab.models import compile as compiled
 from trimtab.models.activation_memory import enable_gradient_checkpointing, layers_of
-from trimtab.models.compile import COMPILER, CompiledLayer, compile_layers, graphs_so_far
+from trimtab.models.compile import COMPILER, CompiledLayer, compile_layers, fuse_layers, graphs_so_far
 from trimtab.models.lora import adapters_off, add_adapters
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
@@ -214,6 +214,20 @@ def test_adapters_on_and_off_and_layers_that_recompute():
     for ours, theirs in zip(everything(), plain):
         assert (ours - theirs).norm() < 1e-5 * theirs.norm()
     assert graphs_so_far() == graphs
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba", "gpt2"])
+def test_layers_that_cannot_be_fused_stay_as_they_are(family):
+    policy = policy_of(family)
+    assert "bf16" in fuse_layers(policy, CPU)
+    assert not policy.attention.fused and not any("forward" in vars(module) for module in policy.modules())
+
+
+@pytest.mark.parametrize("family", ["mamba", "gpt2", "mixtral"])
+def test_layers_unlike_llamas_are_refused_by_name(family, monkeypatch):
+    monkeypatch.setattr(compiled, "overlaps_launches", lambda device: True)
+    policy = policy_of(family).to(torch.bfloat16)
+    assert fuse_layers(policy, CPU) == f"{type(policy.inner).__name__} has other layers than Llama"
 
 
 @pytest.mark.long

@@ -1,28 +1,21 @@
 """Fused layers: every kernel against autograd in fp64, and, on an accelerator, sampled log-probs against the trainer's,
 bit for bit."""
 
+import importlib
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("triton")
-
+from tests.rollout.kernel_device import DEVICE, DTYPE
 from tests.tiny import tiny_model
-from trimtab.data.batches import TokenBatch
 from trimtab.models import fused_layer, layer_kernels
 from trimtab.models.compile import fuse_layers
-from trimtab.models.layer_kernels import INTERPRETED
-from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
-
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="kernels run on an accelerator, or interpreted"
-)
 
 
 def noise(*shape, seed=0, learns=True):
@@ -117,42 +110,21 @@ def test_attention_over_sequences_with_shared_prefixes(window):
 
 @pytest.mark.parametrize("rows, biased", [(1, False), (5, True), (70, False), (300, True)])
 def test_products(rows, biased):
-    kind = torch.float32 if INTERPRETED else torch.bfloat16
-    x, weight, bias = (noise(*n, seed=n[0], learns=False).to(kind) for n in ((rows, 72), (200, 72), (200,)))
+    x, weight, bias = (noise(*n, seed=n[0], learns=False).to(DTYPE) for n in ((rows, 72), (200, 72), (200,)))
     found = layer_kernels.product(x, weight, bias if biased else None, torch.float32)
     expected = F.linear(x.double(), weight.double(), bias.double() if biased else None)
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
 
 
-# ---- on an accelerator
-
-
-def packed_log_probs(policy, rollouts, order, at_once, *, shared):
-    """Of all sampled tokens, from rows of `at_once` sequences."""
-    found = {}
-    for first in range(0, len(order), at_once):
-        part = [rollouts[i] for i in order[first : first + at_once]]
-        examples = [
-            (np.array([*r.prompt_ids, *r.ids]), np.repeat([False, True], [len(r.prompt_ids), len(r.ids)])) for r in part
-        ]
-        borrowed = [
-            len(own.prompt_ids) if shared and before is not None and before.prompt == own.prompt else 0
-            for before, own in zip([None, *part], part)
-        ]
-        with scoring(policy):
-            values = policy(TokenBatch.of(examples, borrowed if shared else None).to(DEVICE)).log_probs_N.cpu()
-        for index, own in zip(order[first:], values.split([len(r.ids) for r in part])):
-            found[index] = own
-    return torch.cat([found[i] for i in range(len(rollouts))])
-
-
-@pytest.mark.skipif(INTERPRETED, reason="needs tensor cores")
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs tensor cores")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_sampled_log_probs_are_the_trainers_bit_for_bit(family):
+def test_sampled_log_probs_are_the_trainers_bit_for_bit(family, monkeypatch):
+    monkeypatch.syspath_prepend("benchmarks/h200")
+    log_probs = importlib.import_module("exact").log_probs
     policy = Policy(tiny_model(family, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64))
     choose_path(policy)
     policy.to(DEVICE, torch.bfloat16)
-    assert fuse_layers(policy, DEVICE) == ""
+    assert fuse_layers(policy, policy.device) == ""
     engine = BuiltinEngine(policy, max_num_seqs=24)
     assert engine.exact
     rng = np.random.default_rng(0)
@@ -160,21 +132,9 @@ def test_sampled_log_probs_are_the_trainers_bit_for_bit(family):
     sampling = SamplingParams(max_new_tokens=40, n=6)
     rollouts = engine.generate(prompts, sampling, seeds=range(4))
     sampled = torch.cat([torch.tensor(r.log_probs) for r in rollouts])
-    shuffled = rng.permutation(len(rollouts)).tolist()
-    for order, at_once, shared in (
-        (range(24), 24, True),
-        (range(24), 6, True),
-        (shuffled, 5, False),
-        (shuffled, 1, False),
-    ):
-        found = packed_log_probs(policy, rollouts, list(order), at_once, shared=shared)
+    ordered, shuffled = list(range(24)), rng.permutation(24).tolist()
+    for order, rows, shared in ((ordered, 24, True), (ordered, 6, True), (shuffled, 5, False), (shuffled, 1, False)):
+        found = log_probs(policy, rollouts, order, rows, 1.0, shared)
         assert (found != sampled).sum() == 0
     alone = engine.generate(prompts[1:2], sampling, seeds=[1])
     assert all((a.log_probs == b.log_probs).all() for a, b in zip(alone, rollouts[6:12], strict=True))
-
-
-def test_what_is_not_supported_is_said():
-    policy = Policy(tiny_model("llama"))
-    choose_path(policy)
-    assert "bf16" in fuse_layers(policy, torch.device("cpu"))
-    assert not policy.attention.fused and all("forward" not in vars(layer) for layer in policy.inner.base_model.layers)

@@ -16,7 +16,7 @@ from trimtab.models.lm_head import LogitRows, LogitShape, logit_gradient, read_l
 def with_kernels(monkeypatch):
     """The head asks for them, and rows take several turns."""
     monkeypatch.setattr("trimtab.models.lm_head.has_kernels", lambda device: True)
-    monkeypatch.setattr(kernels, "READ", (16, 1))
+    monkeypatch.setattr(kernels, "STRETCH", 16)
     monkeypatch.setattr(kernels, "TURNED", (16, 1))
 
 

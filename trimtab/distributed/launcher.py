@@ -260,7 +260,7 @@ class RoleHost:
 
     def settle(self) -> None:
         """Seed this process after all units are built. Only dropout may differ between processes, and only between
-        those that work on different tokens."""
+        processes that work on different tokens."""
         if self._random is not None:
             restore_random_state(self._random)
             self._random = None

@@ -112,11 +112,11 @@ def fuse_layers(root: PackedModel, device: torch.device) -> str:
     Returns why not; empty: they do."""
     backbone = root.inner.base_model
     weight = next(root.inner.parameters())
-    plain = all(type(module) is nn.Linear for module in modules_of_layers(backbone))
     if not overlaps_launches(device) or weight.dtype != torch.bfloat16:
         return "it needs bf16, Triton and compute capability 9.0 (H100, H200)"
     if root.path != "packed" or not is_llama_like(backbone):
         return f"{type(root.inner).__name__} has other layers than Llama"
+    plain = all(type(module) is nn.Linear for module in modules_of_layers(backbone))
     if not plain or hasattr(weight, "placements") or root.context is not None:
         return "adapters, 4-bit weights and split layers are not supported"
     if has_dropout(root):

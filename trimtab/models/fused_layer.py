@@ -30,8 +30,8 @@ def is_llama_like(backbone: nn.Module) -> bool:
 
 
 def modules_of_layers(backbone: nn.Module) -> list[nn.Module]:
-    """The projections of all layers."""
-    found = [(layer.self_attn, layer.mlp) for layer in getattr(backbone, "layers", ())]
+    """The projections of all layers of a Llama-like model."""
+    found = [(layer.self_attn, layer.mlp) for layer in backbone.layers]
     return [getattr(part, name) for parts in found for part in parts for name in _children(part) if "_proj" in name]
 
 
@@ -63,42 +63,36 @@ def head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
 ENOUGH = 2**22
 """Results of a product from which cuBLAS has enough work without splitting the inner dimension: twice the processors of
 an H200 in tiles of 128 x 128."""
-_tried: dict[tuple, bool] = {}
+_tried: dict[tuple, bool] = {}  # by shape: whether cuBLAS may be used
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-    """x W^T + b, the same bits for a row whatever the others. `dtype`: of the result."""
-    if _cublas_never_splits(x_TI, weight_OI, bias_O, dtype or x_TI.dtype):
-        if dtype is None or dtype == x_TI.dtype:
-            return F.linear(x_TI, weight_OI, bias_O)
-        raw = torch.mm(x_TI, weight_OI.t(), out_dtype=dtype)
-        return raw if bias_O is None else raw.add_(bias_O)
-    return _Product.apply(x_TI, weight_OI, bias_O, dtype or x_TI.dtype)
-
-
-def _cublas_never_splits(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> bool:
+    """x W^T + b, the same bits for a row whatever the others. `dtype`: of the result, if there is no bias."""
+    dtype = dtype or x_TI.dtype
     rows, outputs = len(x_TI), len(weight_OI)
     if x_TI.dtype != torch.bfloat16 or not has_kernels(x_TI.device) or rows * outputs >= ENOUGH:
-        return True
+        return _by_cublas(x_TI, weight_OI, bias_O, dtype)
     key = x_TI.device.index, rows, *weight_OI.shape, bias_O is None, dtype
     if key not in _tried:
         _tried[key] = _is_bit_equal(rows, weight_OI, bias_O, dtype)
-    return _tried[key]
+    return (_by_cublas if _tried[key] else _Product.apply)(x_TI, weight_OI, bias_O, dtype)
+
+
+def _by_cublas(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if dtype == x_TI.dtype:
+        return F.linear(x_TI, weight_OI, bias_O)
+    assert bias_O is None
+    return torch.mm(x_TI, weight_OI.t(), out_dtype=dtype)
 
 
 @torch.no_grad()
 def _is_bit_equal(rows: int, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> bool:
-    from trimtab.models import layer_kernels
-
+    """Whether cuBLAS gives the bits of the kernel that never splits, for this many rows."""
     generator = torch.Generator(weight_OI.device).manual_seed(0)
     shape = rows, weight_OI.shape[1]
     x = torch.randn(shape, device=weight_OI.device, generator=generator).to(weight_OI.dtype)
-    if dtype == x.dtype:
-        found = F.linear(x, weight_OI, bias_O)
-    else:
-        found = torch.mm(x, weight_OI.t(), out_dtype=dtype)
-        bias_O = None  # added afterwards
-    return torch.equal(found, layer_kernels.product(x, weight_OI.contiguous(), bias_O, dtype))
+    given = x, weight_OI, bias_O, dtype
+    return torch.equal(_by_cublas(*given), _Product.apply(*given))
 
 
 class _Product(torch.autograd.Function):

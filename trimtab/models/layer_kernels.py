@@ -178,6 +178,27 @@ def _head_normed(x1, x2, weight1, weight2, epsilon, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _turn_heads(
+    given, turned, norm, column, angles, epsilon,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Norm (if the model has it), rotate and store the heads of one token; returns both halves."""
+    head, inside = tl.arange(0, ROWS), column < HALF
+    kept = (head < HEADS)[:, None] & inside[None, :]
+    place = head[:, None] * 2 * HALF + column[None, :]
+    x1, x2 = tl.load(given + place, kept, 0.0), tl.load(given + place + HALF, kept, 0.0)
+    if NORM:
+        weight1 = tl.load(norm + column, inside, 0.0).to(tl.float32)
+        weight2 = tl.load(norm + HALF + column, inside, 0.0).to(tl.float32)
+        x1, x2 = _head_normed(x1, x2, weight1, weight2, epsilon, 2 * HALF)
+    cos1, sin1, cos2, sin2 = angles
+    x1, x2 = rotated(x1.to(tl.float32), x2.to(tl.float32), cos1, sin1, cos2, sin2)
+    tl.store(turned + place, x1, kept)
+    tl.store(turned + place + HALF, x2, kept)
+    return x1, x2
+
+
+@triton.jit
 def _rotate_and_store(
     query, key, value, turned_query, turned_key, cos, sin, query_norm, key_norm, keys, values, slot_mapping, epsilon,
     query_row, key_row, value_row, turned_query_row, turned_key_row, page_stride, token_stride, head_stride,
@@ -192,32 +213,14 @@ def _rotate_and_store(
     sin1 = tl.load(sin + row * 2 * HALF + column, inside, 0.0).to(tl.float32)[None, :]
     sin2 = tl.load(sin + row * 2 * HALF + HALF + column, inside, 0.0).to(tl.float32)[None, :]
 
-    head = tl.arange(0, QUERY_ROWS)
-    kept = (head < QUERIES)[:, None] & inside[None, :]
-    place = query + row * query_row + head[:, None] * 2 * HALF + column[None, :]
-    x1, x2 = tl.load(place, kept, 0.0), tl.load(place + HALF, kept, 0.0)
-    if NORM:
-        weight1 = tl.load(query_norm + column, inside, 0.0).to(tl.float32)
-        weight2 = tl.load(query_norm + HALF + column, inside, 0.0).to(tl.float32)
-        x1, x2 = _head_normed(x1, x2, weight1, weight2, epsilon, 2 * HALF)
-    x1, x2 = rotated(x1.to(tl.float32), x2.to(tl.float32), cos1, sin1, cos2, sin2)
-    place = turned_query + row * turned_query_row + head[:, None] * 2 * HALF + column[None, :]
-    tl.store(place, x1, kept)
-    tl.store(place + HALF, x2, kept)
-
-    head = tl.arange(0, HEAD_ROWS)
-    kept = (head < HEADS)[:, None] & inside[None, :]
-    place = key + row * key_row + head[:, None] * 2 * HALF + column[None, :]
-    x1, x2 = tl.load(place, kept, 0.0), tl.load(place + HALF, kept, 0.0)
-    if NORM:
-        weight1 = tl.load(key_norm + column, inside, 0.0).to(tl.float32)
-        weight2 = tl.load(key_norm + HALF + column, inside, 0.0).to(tl.float32)
-        x1, x2 = _head_normed(x1, x2, weight1, weight2, epsilon, 2 * HALF)
-    x1, x2 = rotated(x1.to(tl.float32), x2.to(tl.float32), cos1, sin1, cos2, sin2)
-    place = turned_key + row * turned_key_row + head[:, None] * 2 * HALF + column[None, :]
-    tl.store(place, x1, kept)
-    tl.store(place + HALF, x2, kept)
+    angles = cos1, sin1, cos2, sin2
+    place, turned = query + row * query_row, turned_query + row * turned_query_row
+    _turn_heads(place, turned, query_norm, column, angles, epsilon, QUERIES, QUERY_ROWS, HALF, NORM)
+    place, turned = key + row * key_row, turned_key + row * turned_key_row
+    x1, x2 = _turn_heads(place, turned, key_norm, column, angles, epsilon, HEADS, HEAD_ROWS, HALF, NORM)
     if STORED:
+        head = tl.arange(0, HEAD_ROWS)
+        kept = (head < HEADS)[:, None] & inside[None, :]
         token = tl.load(slot_mapping + row)
         target = (token // PAGE) * page_stride + (token % PAGE) * token_stride + head[:, None] * head_stride
         target = target + column[None, :]

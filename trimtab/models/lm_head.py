@@ -62,10 +62,9 @@ def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float) -> Tensor:
 
 
 def read_logits(
-    raw: Tensor, places_N: Tensor, shape: LogitShape, temperature: float | Tensor, entropy: bool
+    raw: Tensor, places_N: Tensor, shape: LogitShape, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The targets' logits, log Z and, for entropies, E[z] of a chunk. The temperature may be a tensor of one for each
-    row."""
+    """The targets' logits, log Z and, for entropies, E[z] of a chunk."""
     if raw.is_meta:
         chosen_N, normalisers_N, means_N = raw.new_empty(3, len(raw))
         return chosen_N, normalisers_N, means_N if entropy else None
@@ -73,9 +72,7 @@ def read_logits(
         from trimtab.models import lm_head_kernels
 
         return lm_head_kernels.read_logits(raw, places_N, shape.scale, shape.softcap, temperature, means=entropy)
-    logits = shaped_logits(raw, shape, 1.0 if isinstance(temperature, Tensor) else temperature)
-    if isinstance(temperature, Tensor):
-        logits = logits / temperature[:, None]
+    logits = shaped_logits(raw, shape, temperature)
     normalisers_N = torch.logsumexp(logits, -1)
     chosen_N = logits.gather(-1, places_N[:, None])[:, 0]
     if not entropy:

@@ -64,8 +64,6 @@ def _read(
     COUNT: tl.constexpr, COUNT_ROUNDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if BY_ROW:
-        temperature = tl.load(temperature + row * heat_stride)
     top, weight = joined(peaks, sums, row, COUNT, COUNT_ROUNDED)
     whole = tl.sum(weight, 0)
     tl.store(normalisers + row, top + tl.log(whole))
@@ -123,10 +121,9 @@ def stretches(
 
 
 def read_logits(
-    raw_NV: Tensor, places_N: Tensor, scale: float, softcap: float | None, temperature: float | Tensor, *, means: bool
+    raw_NV: Tensor, places_N: Tensor, scale: float, softcap: float | None, temperature: float, *, means: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The shaped logit of every row's target, log Z and, with `means`, E[z]. The temperature may be a tensor of one for
-    each row."""
+    """The shaped logit of every row's target, log Z and, with `means`, E[z]."""
     found_3NS, shape, switches = stretches(raw_NV, scale, softcap, temperature, means=means)
     chosen_N, normalisers_N = torch.empty(2, len(raw_NV), dtype=torch.float32, device=raw_NV.device)
     means_N = torch.empty_like(chosen_N) if means else None

@@ -275,8 +275,7 @@ def _trained(
             after = fill_adapters(module.model, random_state)
             if mesh.size == 1:  # the same random state as after drawing them in a loaded model
                 torch.set_rng_state(after)
-    if mesh.size == 1:
-        fuse_if_exact(module, options, device)
+    fuse_if_exact(module, options, device, mesh)
     return Loaded(module, verdict, weights, notes)
 
 
@@ -310,18 +309,20 @@ def _frozen(
         shard_frozen(module, mesh, offload=offload)
     if not whole:
         _refuse_fresh(fill_weights(module, source, device.torch, offload=offload), pretrain, flag)
-    if (mesh is None or mesh.size == 1) and not offload and isinstance(options, ModelOptions):
-        fuse_if_exact(module, options, device)
+    if not offload and isinstance(options, ModelOptions):
+        fuse_if_exact(module, options, device, mesh or Mesh())
     return Loaded(module, verdict, weights)
 
 
-def fuse_if_exact(module: PackedModel, options: ModelOptions, device: Device) -> None:
-    """Apply --exact, on one process."""
+def fuse_if_exact(module: PackedModel, options: ModelOptions, device: Device, mesh: Mesh) -> None:
+    """Apply --exact. UserError: it is on, and this trained model or these options are not supported."""
+    if options.exact == "off":
+        return
     hindrance = "--compile on" if options.compile == "on" else options.not_compiled
     if options.gradient_checkpointing and options.gradient_checkpointing_keep != "nothing":
         hindrance = "--gradient_checkpointing_keep"
-    if options.exact == "off":
-        return
+    if mesh.size > 1:
+        hindrance = "several processes"
     problem = f"it does not work with {hindrance}" if hindrance else fuse_layers(module, device.torch)
     if problem and options.exact == "on" and any(weight.requires_grad for weight in module.parameters()):
         raise UserError(f"--exact on: {problem}; leave it out")

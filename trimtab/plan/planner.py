@@ -397,7 +397,7 @@ def _planning(options: TrainedModelOptions) -> Iterator[None]:
 
 def flag_changes(options: TrainedModelOptions, processes: int, *, accelerator: bool) -> Iterator[Change]:
     """Changes that save memory, cheapest first: more micro-batches, more gathering, a third more arithmetic,
-    communication in every layer, offload to main memory; and last those that change the results."""
+    communication in every layer, offload to main memory; and last options that change the results."""
     if not options.bf16 and accelerator:
         yield {"bf16": True}
     if not packs_by_tokens(options) and options.micro_train_batch_size > 1:

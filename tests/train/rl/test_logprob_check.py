@@ -7,11 +7,12 @@ import torch
 
 from tests.train.rl.rl_run import arguments, rows, without, write_task
 from trimtab.cli.main import main
+from trimtab.config.jobs import GRPOOptions
 from trimtab.errors import RunFailed
 from trimtab.rollout.builtin.attention import CachedAttention
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.train.rl.trainer import PolicyTrainer
-from trimtab.train.rl.weight_sync import LogProbCheck
+from trimtab.train.rl.weight_sync import LogProbCheck, SampleCheck
 
 
 class Prompts:
@@ -117,3 +118,19 @@ def test_in_fp32_an_engine_that_becomes_wrong_ends_the_run_too(wrong_from, tmp_p
 def test_in_bf16_a_wrong_engine_raises_an_alarm(wrong_from, tmp_path):
     assert wrong_from(0, tmp_path, 1, "--bf16") == 0
     assert any("drift apart" in alarm for alarm in rows(tmp_path / "run")[0]["alarms"])
+
+
+@pytest.mark.parametrize("bf16, gap, told", [(True, 1e-7, 1), (True, 0.0, 0), (False, 1e-7, 0)])
+def test_a_gap_is_told_once_where_log_probs_should_be_equal_bit_for_bit(bf16, gap, told, caplog):
+    options = GRPOOptions(bf16=bf16, rollout_batch_size=32, n_samples_per_prompt=4, train_batch_size=128)
+    check = SampleCheck(options, None, engine_exact=True)
+    for step in (1, 2):
+        check.check_row({"step": step, "log_prob_gap": gap})
+    assert options.updates_per_iteration == 1 and len(caplog.messages) == told
+    assert all("iteration 1" in message for message in caplog.messages)
+
+
+def test_a_gap_after_other_updates_of_the_iteration_is_expected(caplog):
+    options = GRPOOptions(bf16=True, rollout_batch_size=64, n_samples_per_prompt=4, train_batch_size=128)
+    SampleCheck(options, None, engine_exact=True).check_row({"step": 1, "log_prob_gap": 1e-3})
+    assert options.updates_per_iteration > 1 and not caplog.messages

@@ -166,7 +166,7 @@ def sample_from_logits(logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> T
     return torch.searchsorted(shares, u, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
 
 
-def log_probs_of(logits_BV: Tensor, tokens_B: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+def log_probs_of(logits_BV: Tensor, tokens_B: Tensor, temperature: float = 1.0) -> Tensor:
     """By the trainer's own function, whose sums do not depend on the other rows."""
     chosen_B, normalisers_B, _ = read_logits(logits_BV, tokens_B, PLAIN, temperature, entropy=False)
     return chosen_B - normalisers_B
