@@ -1,23 +1,28 @@
 """Sampled tokens whose log-prob differs in any bit from the trainer's forward pass, in bf16 with --exact.
 
 A case is SHAPE:ROWS:TOKENS: answers of mixed lengths to prompts of mixed lengths, eight a prompt, at most ROWS at once,
-until there are TOKENS; SHAPE is one of ours (360M, 1.7B, 8B), qwen2 or qwen3. The trainer reads them in two packings:
-in order with shared prompts, and shuffled in rows of another size. The gap of the model's own modules is what training
-has without --exact.
+until there are TOKENS; SHAPE is one of ours (360M, 1.7B, 8B), qwen2 or qwen3. Every second round is a second turn,
+which continues from cached prefixes, and the KV cache is so small that sequences are preempted. The trainer reads all
+of them in two packings: in order with shared prompts, and shuffled in rows of another size. The gap of the model's own
+modules is what training has without --exact.
 
-    python benchmarks/h200/exact.py 360M:512:1000000 1.7B:256:1000000 qwen3:256:1000000
+A case gradients:SHAPE gives the relative error of gradients in bf16 against fp32, by kind of weights, of fused layers
+and of the model's own modules.
+
+    python benchmarks/h200/exact.py 360M:512:1000000 1.7B:256:1000000 qwen3:256:1000000 [--lora 16]
 """
 
 import argparse
+import copy
 
 import numpy as np
 import torch
+from rollouts import policy_of
 from runs import Bench
 from shapes import SHAPES, TINY, make_model
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from trimtab.data.batches import TokenBatch
-from trimtab.errors import UserError
 from trimtab.models.compile import fuse_layers
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
@@ -38,6 +43,8 @@ QWEN = {
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", default=["360M:512:1000000"])
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters")
+    parser.set_defaults(exact=True)
 
 
 def model_of(name: str, device: torch.device) -> torch.nn.Module:
@@ -76,17 +83,17 @@ def log_probs(policy: Policy, rollouts: list[Trajectory], order: list[int], rows
 def measure(bench: Bench, words: str) -> None:
     name, rows, wanted = words.split(":")
     heat, rng = bench.arguments.temperature, np.random.default_rng(0)
-    policy = Policy(model_of(name, bench.device))
-    choose_path(policy)
-    if problem := fuse_layers(policy.eval(), bench.device):
-        raise UserError(problem)
-    engine = BuiltinEngine(policy, max_num_seqs=int(rows))
+    policy = policy_of(model_of(name, bench.device), bench, bench.arguments.lora).eval()
+    room = int(rows) * (LONGEST_PROMPT + LONGEST_ANSWER) // 3
+    engine = BuiltinEngine(policy, max_num_seqs=int(rows), kv_tokens=room, prefix_caching=True)
     prompts = max(1, int(rows) // SAMPLES)
-    counts = dict.fromkeys(("tokens", "differ_in_order", "differ_shuffled", "differ_of_modules"), 0)
-    gap = 0.0
+    counts = dict.fromkeys(("tokens", "differ_in_order", "differ_shuffled", "differ_of_modules", "prompt_tokens"), 0)
+    gap, rollouts = 0.0, []
     while counts["tokens"] < int(wanted):
         lengths, limits = (rng.integers(1, most + 1, prompts).tolist() for most in (LONGEST_PROMPT, LONGEST_ANSWER))
         ids = [rng.integers(3, policy.head.out_features, length).tolist() for length in lengths]
+        if second := bool(rollouts):
+            ids = [[*r.prompt_ids, *r.ids, *new[:50]] for r, new in zip(rollouts[::SAMPLES], ids, strict=True)]
         sampling = SamplingParams(max_new_tokens=LONGEST_ANSWER, n=SAMPLES, temperature=heat)
         seeds = (rng.integers(0, 2**31, prompts)).tolist()
         rollouts = engine.generate(ids, sampling, seeds=seeds, limits=limits)
@@ -105,14 +112,44 @@ def measure(bench: Bench, words: str) -> None:
             policy.attention.compiled = True
             counts["differ_of_modules"], gap = int((found != sampled).sum()), float((found - sampled).abs().mean())
         counts["tokens"] += len(sampled)
-    bench.row(work=f"exact {words}", who="trimtab", **counts, gap_of_modules=gap)
+        counts["prompt_tokens"] += sum(map(len, ids))
+        bench.say(", ".join(f"{column} {count:,}" for column, count in counts.items()))
+        rollouts = [] if second else rollouts
+    prefilled = engine.prefilled_tokens  # less by cached prefixes, more by preempted sequences
+    bench.row(work=f"exact {words}", who="trimtab", **counts, prefilled=prefilled, gap_of_modules=gap)
+
+
+def measure_gradients(bench: Bench, name: str) -> None:
+    rng, found = np.random.default_rng(0), {}
+    model = model_of(name, bench.device)
+    ids = [rng.integers(3, model.config.vocab_size, length) for length in (900, 700, 400, 48)]
+    batch = TokenBatch.of([(own, np.arange(len(own)) > 8) for own in ids]).to(bench.device)
+    for kind in ("fp32", "modules", "fused"):
+        own = copy.deepcopy(model).to(torch.float32 if kind == "fp32" else torch.bfloat16)
+        policy = Policy(own)
+        choose_path(policy)
+        if kind == "fused" and (problem := fuse_layers(policy, bench.device)):
+            bench.say(f"{name}: {problem}")
+        (-policy(batch).log_probs_N.mean()).backward()
+        found[kind] = {key: weight.grad.double() for key, weight in own.named_parameters()}
+    squares: dict[str, list[float]] = {}
+    for key, true in found["fp32"].items():
+        sums = squares.setdefault(".".join(key.split(".")[-2:]), [0.0] * 3)
+        for index, other in enumerate((torch.zeros_like(true), found["modules"][key], found["fused"][key])):
+            sums[index] += float((other - true).square().sum())
+    for group, (whole, modules, fused) in squares.items():
+        errors = {"of_modules": (modules / whole) ** 0.5, "of_fused_layers": (fused / whole) ** 0.5}
+        bench.row(work=f"gradients {name} {group}", who="trimtab", **errors)
 
 
 def main(argv: list[str] | None = None) -> None:
     bench = Bench(__doc__, argv, options=options)
     for words in bench.arguments.cases:
         with bench.attempt(words):
-            measure(bench, words)
+            if words.startswith("gradients:"):
+                measure_gradients(bench, words.partition(":")[2])
+            else:
+                measure(bench, words)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from runs import Bench, median, timed
 from shapes import Shape, make_model, write_model
 
+from trimtab.errors import UserError
 from trimtab.models.compile import fuse_layers
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
@@ -67,7 +68,7 @@ def policy_of(model: torch.nn.Module, bench: Bench, lora: int) -> Policy:
     policy = Policy(model)
     choose_path(policy)
     if bench.arguments.exact and (problem := fuse_layers(policy, bench.device)):
-        raise SystemExit(problem)
+        raise UserError(problem)
     return policy
 
 

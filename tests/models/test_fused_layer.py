@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE, DTYPE
 from tests.tiny import tiny_model
+from trimtab.config.jobs import SFTOptions
 from trimtab.models import fused_layer, layer_kernels
 from trimtab.models.compile import fuse_layers
+from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -117,11 +119,18 @@ def test_products(rows, biased):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs tensor cores")
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_sampled_log_probs_are_the_trainers_bit_for_bit(family, monkeypatch):
+@pytest.mark.parametrize(
+    "family, rank", [("llama", 0), ("mistral", 0), ("qwen2", 0), ("qwen3", 0), ("llama", 16), ("qwen2", 8)]
+)
+def test_sampled_log_probs_are_the_trainers_bit_for_bit(family, rank, monkeypatch):
     monkeypatch.syspath_prepend("benchmarks/h200")
     log_probs = importlib.import_module("exact").log_probs
-    policy = Policy(tiny_model(family, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64))
+    model = tiny_model(family, hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.3)  # norms of small rows would magnify rounding
+    policy = Policy(add_adapters(model, SFTOptions(lora_rank=rank, lora_alpha=12)) if rank else model)
+    for name, weight in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
     choose_path(policy)
     policy.to(DEVICE, torch.bfloat16)
     assert fuse_layers(policy, policy.device) == ""

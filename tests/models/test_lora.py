@@ -1,4 +1,4 @@
-"""Which layers get adapters."""
+"""Which layers get adapters, and fused layers with adapters against PEFT."""
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from tests.samples import batch_of
 from tests.tiny import COMMON, LATENT, ROUTED, tiny_model
 from trimtab.config.training_options import LoraOptions
 from trimtab.errors import UserError
-from trimtab.models.lora import add_adapters
+from trimtab.models.fused_layer import apply_linear, apply_linears
+from trimtab.models.lora import adapters_off, add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 
@@ -79,3 +80,27 @@ def test_what_peft_refuses_is_told_with_a_list_that_works():
     said, working = str(told.value).split("; give --target_modules ")
     assert said.startswith("--target_modules all-linear: PEFT refuses it: ") and working == "dt_proj in_proj x_proj"
     assert len(names(adapted(model_of("mamba"), *working.split()))) == 6
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")])
+def test_fused_layers_with_adapters_have_pefts_results_and_gradients(targets, frozen):
+    attention = adapted(tiny_model("qwen2"), *targets).double().base_model.model.model.layers[0].self_attn
+    for weight in attention.parameters():
+        weight.requires_grad_(weight.requires_grad or not frozen)
+        nn.init.normal_(weight)
+    x = torch.randn(5, attention.q_proj.in_features, dtype=torch.float64, requires_grad=True)
+    modules = [attention.q_proj, attention.k_proj, attention.v_proj]
+    learned = [x, *(weight for weight in attention.parameters() if weight.requires_grad)]
+    found, made = [], []
+    for project in (lambda: (*apply_linears(modules, x), apply_linear(attention.o_proj, x)),
+                    lambda: (*(module(x) for module in modules), attention.o_proj(x))):  # fmt: skip
+        made.append(torch.cat(project(), 1))
+        weights = torch.arange(made[-1].numel(), dtype=torch.float64).view_as(made[-1]).sin()
+        found.append(torch.autograd.grad((made[-1] * weights).sum(), learned))
+    torch.testing.assert_close(*made)
+    torch.testing.assert_close(*found)
+    with adapters_off(attention), torch.no_grad():
+        expected = attention.q_proj.base_layer(x)
+        assert not torch.equal(expected, made[0][:, : expected.shape[1]])
+        torch.testing.assert_close(apply_linear(attention.q_proj, x), expected)

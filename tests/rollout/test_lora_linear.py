@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.rollout.kernel_device import CLOSE, DEVICE, DTYPE
+from trimtab.models.fused_layer import lora_linear
 from trimtab.rollout.builtin.kernels.int8_linear import added
 from trimtab.rollout.builtin.kernels.lora_linear import LoraTiles, lora_applies, lora_gated, lora_product
-from trimtab.rollout.builtin.linear import lora_linear
 
 peft = pytest.importorskip("peft")
 

@@ -34,7 +34,7 @@ from trimtab.errors import UserError
 from trimtab.interrupts import unheard_by_children
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import PackedPass, carried
-from trimtab.models.fused_layer import FusedLayer, FusedNorm, is_llama_like, modules_of_layers
+from trimtab.models.fused_layer import FusedLayer, FusedNorm, is_llama_like, lora_linear, modules_of_layers
 from trimtab.models.packed import PackedModel, has_dropout, learned_positions, scoring
 from trimtab.models.reward import RewardOutput
 from trimtab.models.selfcheck import probe_batch
@@ -116,12 +116,14 @@ def fuse_layers(root: PackedModel, device: torch.device) -> str:
         return "it needs bf16, Triton and compute capability 9.0 (H100, H200)"
     if root.path != "packed" or not is_llama_like(backbone):
         return f"{type(root.inner).__name__} has other layers than Llama"
-    plain = all(type(module) is nn.Linear for module in modules_of_layers(backbone))
-    if not plain or hasattr(weight, "placements") or root.context is not None:
-        return "adapters, 4-bit weights and split layers are not supported"
+    layers = [lora_linear(module) for module in modules_of_layers(backbone)]
+    adapted = sum(hasattr(module, "lora_A") for module in root.modules())
+    if None in layers or hasattr(weight, "placements") or root.context is not None:
+        return "4-bit weights, split layers and some kinds of adapters are not supported"
+    if any(layer.rank % 8 for layer in layers if layer) or adapted > sum(layer.rank > 0 for layer in layers if layer):
+        return "adapters need a rank that is a multiple of 8, and only layers may have one"
     if has_dropout(root):
         return "dropout is not supported"
-    layers = [*backbone.layers, backbone.norm]
     try:
         for layer in backbone.layers:
             layer.forward = CompiledLayer(layer, FusedLayer(layer))
@@ -134,7 +136,7 @@ def fuse_layers(root: PackedModel, device: torch.device) -> str:
         problem = f"a kernel fails ({' '.join(str(error).split())[:120]})"
     if problem:
         root.attention.compiled = root.attention.fused = False
-        for layer in layers:
+        for layer in (*backbone.layers, backbone.norm):
             vars(layer).pop("forward", None)
     return problem
 

@@ -5,8 +5,14 @@ is, bit for bit, the one of the training forward pass. It needs no compiler eith
 
 cuBLAS splits the inner dimension of some products with few rows, which changes the order of the sum. So each product
 with few rows is tried once, on random rows: if cuBLAS gives the bits of the kernel that never splits, it is used.
+
+LoRA: y = W x + b + B (s A x), where both terms and s A x are rounded first, as by PEFT. Merging s B A into W would be
+faster and wrong: in half precision a weight does not change by less than half of its last bit, and a few optimizer
+steps change B by less.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,9 +66,53 @@ def head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
 
 # ---- products
 
+
+@dataclass(frozen=True, eq=False)
+class LoraLinear:
+    """A linear layer as kernels see it. Without an adapter it has neither A nor B."""
+
+    weight_OI: Tensor
+    bias_O: Tensor | None
+    a_RI: Tensor | None = None
+    b_OR: Tensor | None = None
+    scale: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.a_RI is None else len(self.a_RI)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.weight_OI, self.bias_O, self.a_RI, self.b_OR
+
+
+def lora_linear(module: nn.Module) -> LoraLinear | None:
+    """None: the kernels do not support the module (4-bit or int8 weights, DoRA, several adapters at once)."""
+    if type(module) is nn.Linear:
+        return None if "forward" in vars(module) else LoraLinear(module.weight, module.bias)
+    if not hasattr(module, "lora_A"):
+        return None
+    from peft.tuners.lora import Linear
+
+    if type(module) is not Linear or type(module.base_layer) is not nn.Linear or "forward" in vars(module.base_layer):
+        return None
+    weight, bias = module.base_layer.weight, module.base_layer.bias
+    if module.disable_adapters or module.merged:
+        return None if module.disable_adapters and module.merged else LoraLinear(weight, bias)
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if not names:
+        return LoraLinear(weight, bias)
+    a, b = module.lora_A[names[0]], module.lora_B[names[0]]
+    if len(names) > 1 or names[0] in module.lora_variant or b.bias is not None:
+        return None
+    return LoraLinear(weight, bias, a.weight, b.weight, module.scaling[names[0]])
+
+
 ENOUGH = 2**22
 """Results of a product from which cuBLAS has enough work without splitting the inner dimension: twice the processors of
 an H200 in tiles of 128 x 128."""
+NARROW = 128
+"""Outputs of a product whose inner dimension cuBLAS splits for many rows, too."""
 _tried: dict[tuple, bool] = {}  # by shape: whether cuBLAS may be used
 
 
@@ -72,6 +122,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.
     rows, outputs = len(x_TI), len(weight_OI)
     if x_TI.dtype != torch.bfloat16 or not has_kernels(x_TI.device) or rows * outputs >= ENOUGH:
         return _by_cublas(x_TI, weight_OI, bias_O, dtype)
+    if outputs <= NARROW:
+        return _Product.apply(x_TI, weight_OI, bias_O, dtype)
     key = x_TI.device.index, rows, *weight_OI.shape, bias_O is None, dtype
     if key not in _tried:
         _tried[key] = _is_bit_equal(rows, weight_OI, bias_O, dtype)
@@ -93,6 +145,15 @@ def _is_bit_equal(rows: int, weight_OI: Tensor, bias_O: Tensor | None, dtype: to
     x = torch.randn(shape, device=weight_OI.device, generator=generator).to(weight_OI.dtype)
     given = x, weight_OI, bias_O, dtype
     return torch.equal(_by_cublas(*given), _Product.apply(*given))
+
+
+def _add_product(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> None:
+    if out_TO.dtype == torch.bfloat16 and has_kernels(out_TO.device):
+        from trimtab.models import layer_kernels
+
+        layer_kernels.product(x_TI, weight_OI.contiguous(), None, out_TO.dtype, onto=out_TO)
+    else:
+        out_TO.add_(F.linear(x_TI, weight_OI))
 
 
 class _Product(torch.autograd.Function):
@@ -167,35 +228,53 @@ class FusedNorm:
 
 
 def apply_linear(module: nn.Module, x_TI: Tensor) -> Tensor:
-    plain = type(module) is nn.Linear and "forward" not in vars(module)  # int8 replaces it
-    return linear(x_TI, module.weight, module.bias) if plain else module(x_TI)
+    layer = lora_linear(module)
+    return module(x_TI) if layer is None else _Linears.apply(x_TI, [layer.scale], *layer.tensors)[0]
 
 
 def apply_linears(modules: list[nn.Module], x_TI: Tensor) -> tuple[Tensor, ...]:
-    """Several modules on the same input."""
-    return _Linears.apply(x_TI, len(modules), *(m.weight for m in modules), *(m.bias for m in modules))
+    """Several modules on the same input, all of which kernels support."""
+    layers = [layer for module in modules if (layer := lora_linear(module)) is not None]
+    return _Linears.apply(x_TI, [layer.scale for layer in layers], *(t for layer in layers for t in layer.tensors))
 
 
 class _Linears(torch.autograd.Function):
-    """Products with the same rows, whose gradients are added up inside the products of the backward pass."""
+    """Layers with the same rows, whose gradients are added up inside the products of the backward pass. Four tensors
+    each: W, b, A, B."""
 
     @staticmethod
-    def forward(ctx, x, count, *given):
-        weights, biases = given[:count], given[count:]
-        ctx.save_for_backward(x, *weights)
-        return tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases))
+    def forward(ctx, x, scales, *tensors):
+        made, lows = [], []
+        for scale, (weight, bias, a, b) in zip(scales, _fours(tensors)):
+            made.append(linear(x, weight, bias))
+            lows.append(None if a is None else linear(x, a, None).mul_(scale))
+            if lows[-1] is not None:
+                _add_product(made[-1], lows[-1], b)
+        ctx.scales = scales
+        ctx.save_for_backward(x, *tensors, *lows)
+        return tuple(made)
 
     @staticmethod
     def backward(ctx, *grads):
-        x, *weights = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        tensors, lows = saved[: -len(grads)], saved[-len(grads) :]
         needs_x, _, *needed = ctx.needs_input_grad
-        back = None
-        if needs_x:
-            back = grads[0] @ weights[0]
-            for grad, weight in zip(grads[1:], weights[1:]):
-                back.addmm_(grad, weight)
-        of_weights = [grad.t() @ x if needs else None for grad, needs in zip(grads, needed)]
-        return back, None, *of_weights, *(g.sum(0) if needs else None for g, needs in zip(grads, needed[len(grads) :]))
+        back, found = None, []
+        for scale, grad, low, (weight, _, a, b), needs in zip(
+            ctx.scales, grads, lows, _fours(tensors), _fours(needed), strict=True
+        ):
+            low_grad = None if low is None else (grad @ b).mul_(scale)
+            if needs_x:
+                back = grad @ weight if back is None else back.addmm_(grad, weight)
+                if low_grad is not None:
+                    back.addmm_(low_grad, a)
+            for wanted, left, right in zip(needs, (grad, grad, low_grad, grad), (x, None, x, low)):
+                found.append((left.sum(0) if right is None else left.t() @ right) if wanted else None)
+        return back, None, *found
+
+
+def _fours(given: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    return zip(*[iter(given)] * 4)
 
 
 class AddNorm(torch.autograd.Function):

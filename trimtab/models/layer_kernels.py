@@ -482,7 +482,7 @@ def attend_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
-    x, weight, bias, out, rows, inner, x_row, BIASED: tl.constexpr, OUTPUTS: tl.constexpr,
+    x, weight, bias, out, rows, inner, x_row, BIASED: tl.constexpr, ONTO: tl.constexpr, OUTPUTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -499,24 +499,32 @@ def _product(
         total = tl.dot(a, tl.trans(b), total)
     if BIASED:
         total += tl.load(bias + n, n < OUTPUTS, 0.0)[None, :].to(tl.float32)
-    place = out + m.to(tl.int64)[:, None] * OUTPUTS + n[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), live & (n < OUTPUTS)[None, :])
+    place, kept = out + m.to(tl.int64)[:, None] * OUTPUTS + n[None, :], live & (n < OUTPUTS)[None, :]
+    if ONTO:  # rounded first, as by a product and a sum
+        total = total.to(out.dtype.element_ty).to(tl.float32) + tl.load(place, kept, 0.0).to(tl.float32)
+    tl.store(place, total.to(out.dtype.element_ty), kept)
 
 
-def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x W^T + b in one order of sums, for any number of rows."""
+def product(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, *, onto: Tensor | None = None
+) -> Tensor:
+    """x W^T + b in one order of sums, for any number of rows; added to `onto`, if given."""
     rows, inner = x_TI.shape
     outputs = len(weight_OI)
-    assert x_TI.stride(1) == 1 and weight_OI.is_contiguous()
-    out = torch.empty(rows, outputs, dtype=dtype, device=x_TI.device)
-    if rows <= 64:
+    assert x_TI.stride(1) == 1 and weight_OI.is_contiguous() and (onto is None or onto.is_contiguous())
+    out = torch.empty(rows, outputs, dtype=dtype, device=x_TI.device) if onto is None else onto
+    if outputs <= 64 and rows > 64:
+        height, width, step, warps, stages = 64, max(LEAST_DOT, triton.next_power_of_2(outputs)), 128, 4, 4
+    elif rows <= 64:
         height, width, step, warps, stages = min(64, max(16, triton.next_power_of_2(rows))), 32, 128, 4, 4
     elif triton.cdiv(rows, 128) * triton.cdiv(outputs, 128) < 132:
         height, width, step, warps, stages = 64, 64, 128, 4, 4
     else:
         height, width, step, warps, stages = 128, 128, 64, 8, 3
+    step = min(step, max(LEAST_DOT, triton.next_power_of_2(inner)))
     _product[triton.cdiv(rows, height), triton.cdiv(outputs, width)](
         x_TI, weight_OI, weight_OI if bias_O is None else bias_O, out, rows, inner, x_TI.stride(0),
-        BIASED=bias_O is not None, OUTPUTS=outputs, BM=height, BN=width, BK=step, num_warps=warps, num_stages=stages,
+        BIASED=bias_O is not None, ONTO=onto is not None, OUTPUTS=outputs, BM=height, BN=width, BK=step,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trimtab.models.fused_layer import apply_linear, head_norms
+from trimtab.models.fused_layer import LoraLinear, apply_linear, head_norms, lora_linear
 from trimtab.models.pretrained import first_line
 from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
-from trimtab.rollout.builtin.linear import LoraLinear, int8_weights, lora_linear
+from trimtab.rollout.builtin.linear import int8_weights
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ def linear_partials(module: nn.Module, x_TD: Tensor, *, exact: bool) -> Tensor:
     if weights is not None and can_multiply(x_TD, weights):
         return int8_product(x_TD, weights, parts=True)
     if (layers := _described([module], x_TD)) is not None:
-        return lora_product(x_TD, layers, parts=True)
+        return lora_product(x_TD, layers, parts=True, exact=exact)
     return apply_linear(module, x_TD)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of the engine: int8 weights, and layers with LoRA adapters as kernels see them.
+"""Linear layers of the engine: int8 weights, and tile sizes of the LoRA kernels.
 
 int8: copies of the weights with one scale for each output, made again for every session.
 
@@ -8,10 +8,6 @@ The trained weights are only read, so training is not affected. The LM head keep
 that is not a plain linear layer (adapters, experts in one tensor, GPT-2's transposed layers). In half precision and
 with few rows, kernels multiply by the copies (kernels/int8_linear.py); otherwise a copy is dequantized to the
 activations' dtype, which represents every code exactly. Both multiply by the same weights.
-
-LoRA: y = W x + b + s B (A x). Merging s B A into W would be faster and wrong: in half precision a weight does not
-change by less than half of its last bit, and a few optimizer steps change B by less. The rollout would be the base
-model's.
 """
 
 from dataclasses import dataclass
@@ -117,46 +113,6 @@ def int8_weights(modules: list[nn.Module]) -> list[Int8Weight] | None:
     return weights if len(weights) == len(modules) else None
 
 
-# ---- LoRA
-
-
-@dataclass(frozen=True, eq=False)
-class LoraLinear:
-    """A linear layer for the LoRA kernels. Without an adapter it has neither A nor B."""
-
-    weight_OI: Tensor
-    bias_O: Tensor | None
-    a_RI: Tensor | None = None
-    b_OR: Tensor | None = None
-    scale: float = 0.0
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.a_RI is None else len(self.a_RI)
-
-
-def lora_linear(module: nn.Module) -> LoraLinear | None:
-    """None: the kernels do not support the module (4-bit or int8 weights, DoRA, several adapters at once)."""
-    if type(module) is nn.Linear:
-        return None if "forward" in vars(module) else LoraLinear(module.weight, module.bias)
-    if not hasattr(module, "lora_A"):
-        return None
-    from peft.tuners.lora import Linear
-
-    if type(module) is not Linear or type(module.base_layer) is not nn.Linear or "forward" in vars(module.base_layer):
-        return None
-    weight, bias = module.base_layer.weight, module.base_layer.bias
-    if module.disable_adapters or module.merged:
-        return None if module.disable_adapters and module.merged else LoraLinear(weight, bias)
-    names = [name for name in module.active_adapters if name in module.lora_A]
-    if not names:
-        return LoraLinear(weight, bias)
-    a, b = module.lora_A[names[0]], module.lora_B[names[0]]
-    if len(names) > 1 or names[0] in module.lora_variant or b.bias is not None:
-        return None
-    return LoraLinear(weight, bias, a.weight, b.weight, module.scaling[names[0]])
-
-
 # ---- tile sizes of the LoRA kernels, and which of them fit into a device's shared memory
 
 
@@ -208,9 +164,12 @@ def smallest(rows: int) -> LoraTiles:
 # ---- measured on an H200, at the shapes of a model of 8 billion parameters
 
 
-def product_tiles(rows: int, inner: int, widths: list[int], parts: bool) -> LoraTiles:
+def product_tiles(rows: int, inner: int, widths: list[int], parts: bool, exact: bool) -> LoraTiles:
+    """`parts`: the sum may have several; `exact`: it has one."""
     whole = next(size for size in (256, 128, TILE) if all(width % size == 0 for width in widths))
-    long = parts and inner > 8192
+    long = parts and inner > 8192 and not exact
+    if rows <= FEW and parts and exact:
+        return LoraTiles(64, 32, 128, 1, 4, 5)
     if rows <= FEW and not parts:
         return LoraTiles(64, TILE, 128, 1, 4, 5, swapped=True)
     if rows <= FEW and long and whole > TILE:

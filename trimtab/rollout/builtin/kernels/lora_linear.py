@@ -1,10 +1,11 @@
 """LoRA kernels: linear layers with adapters, and wide ones without, for up to a thousand rows.
 
-    out = W x + b + s B (A x)
+    out = W x + b + B (s A x)
 
 With few rows a program multiplies A along with the weights of its outputs, which is few columns more. With many rows a
-separate launch is cheaper, and no program waits for it before its sum over x is done. B (A x) is added before rounding.
-Tiles are loaded by tensor descriptors, which some devices fetch without registers (sm_90).
+separate launch is cheaper, and no program waits for it before its sum over x is done. Both terms are rounded as in
+training (models/fused_layer.py), except where the sum is in parts. Tiles are loaded by tensor descriptors, which some
+devices fetch without registers (sm_90).
 """
 
 import torch
@@ -13,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from trimtab.models.fused_layer import LoraLinear
 from trimtab.models.layer_kernels import overlapped, shared_memory, wait
 from trimtab.rollout.builtin.linear import (
     FEW,
     MANY,
     TILE,
     WIDE,
-    LoraLinear,
     LoraTiles,
     fit_tiles,
     gated_tiles,
@@ -31,58 +32,51 @@ from trimtab.rollout.builtin.linear import (
 
 @triton.jit(do_not_specialize=["rows"])
 def _low(
-    x, a1, a2, a3, out, rows, inner, share, layers, R: tl.constexpr, LM: tl.constexpr, LK: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
+    x, a1, a2, a3, out, rows, inner, R: tl.constexpr, LM: tl.constexpr, LK: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     wait(OVERLAPPED)
-    m, layer, split = tl.program_id(0) * LM, tl.program_id(1), tl.program_id(2)
+    m, layer = tl.program_id(0) * LM, tl.program_id(1)
     a = a1
     if layer == 1:
         a = a2
     elif layer == 2:
         a = a3
     total = tl.zeros([LM, R], tl.float32)
-    for k in range(split * share, tl.minimum(split * share + share, inner), LK):
+    for k in range(0, inner, LK):
         total = tl.dot(x.load([m, k]), tl.trans(a.load([0, k])), total)
     row, place = m + tl.arange(0, LM), tl.arange(0, R)
-    where = out + ((split * layers + layer) * rows + row)[:, None] * R + place[None, :]
+    where = out + (layer * rows + row)[:, None] * R + place[None, :]
     tl.store(where, total, (row < rows)[:, None])
 
 
 @triton.jit
-def _given(low, layer, layers, m, rows, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr):
-    """A x of these rows, from its parts."""
+def _given(low, layer, m, rows, R: tl.constexpr, BM: tl.constexpr):
+    """A x of these rows."""
     row, place = m + tl.arange(0, BM), tl.arange(0, R)
-    total = tl.zeros([BM, R], tl.float32)
-    for part in tl.static_range(PARTS):
-        where = low + ((part * layers + layer) * rows + row)[:, None] * R + place[None, :]
-        total += tl.load(where, (row < rows)[:, None], 0.0)
-    return total
+    return tl.load(low + (layer * rows + row)[:, None] * R + place[None, :], (row < rows)[:, None], 0.0)
 
 
 @triton.jit
 def _adapted(
-    total, low, b, n, scale, SWAPPED: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+    total, low, b, n, scale, DTYPE: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     output, place = n + tl.arange(0, BN), tl.arange(0, R)
     b_NR = tl.load(b + output[:, None] * RANK + place[None, :], (place < RANK)[None, :], 0.0)
     kind = b_NR.dtype
     scaled = (low.to(kind).to(tl.float32) * scale).to(kind)
-    if SWAPPED:
-        return tl.dot(b_NR, tl.trans(scaled), total)
-    else:
-        return tl.dot(scaled, tl.trans(b_NR), total)
+    added = tl.dot(scaled, tl.trans(b_NR)).to(DTYPE).to(tl.float32)
+    return total.to(DTYPE).to(tl.float32) + added
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
     x, weight1, weight2, weight3, a1, a2, a3, b1, b2, b3, bias1, bias2, bias3, given, out, scale1, scale2, scale3,
     rows, inner, share, out_row, out_split, width1, width2,
-    LAYERS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+    LAYERS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, GIVEN: tl.constexpr, BIASED: tl.constexpr,
     SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     # The launch that makes A x has itself waited for x before this one may begin.
-    if PARTS == 0:
+    if not GIVEN:
         wait(OVERLAPPED)
     # Programs that share columns of weights follow each other.
     m, first, split = tl.program_id(0) * BM, tl.program_id(1) * BN, tl.program_id(2)
@@ -101,18 +95,18 @@ def _product(
             total = tl.dot(weight.load([n, k]), tl.trans(tokens), total)
         else:
             total = tl.dot(tokens, tl.trans(weight.load([n, k])), total)
-        if RANK > 0 and PARTS == 0:
+        if RANK > 0 and not GIVEN:
             low = tl.dot(tokens, tl.trans(a.load([0, k])), low)
-    if RANK > 0:
-        if PARTS > 0:
-            wait(OVERLAPPED)
-            low = _given(given, layer, LAYERS, m, rows, R, PARTS, BM)
-            scale = tl.where(split == 0, scale, 0.0)  # all of it is in one part of the sum
-        total = _adapted(total, low, b, n, scale, SWAPPED, RANK, R, BN)
     if SWAPPED:
         total = tl.trans(total)
     if BIASED:
         total += tl.where(split == 0, tl.load(bias + n + tl.arange(0, BN)).to(tl.float32), 0.0)[None, :]
+    if RANK > 0:
+        if GIVEN:
+            wait(OVERLAPPED)
+            low = _given(given, layer, m, rows, R, BM)
+            scale = tl.where(split == 0, scale, 0.0)  # all of it is in one part of the sum
+        total = _adapted(total, low, b, n, scale, out.dtype.element_ty, RANK, R, BN)
     row, column = m + tl.arange(0, BM), first + tl.arange(0, BN)
     where = out + split * out_split + row.to(tl.int64)[:, None] * out_row + column[None, :]
     tl.store(where, total.to(out.dtype.element_ty), (row < rows)[:, None])
@@ -121,10 +115,10 @@ def _product(
 @triton.jit(do_not_specialize=["rows"])
 def _gated(
     x, gate, up, a1, a2, b1, b2, given, out, scale1, scale2, rows, inner, out_row,
-    RANK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    RANK: tl.constexpr, R: tl.constexpr, GIVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    if PARTS == 0:
+    if not GIVEN:
         wait(OVERLAPPED)
     m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
     g, u = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
@@ -133,16 +127,15 @@ def _gated(
         tokens = x.load([m, k])
         g = tl.dot(tokens, tl.trans(gate.load([n, k])), g)
         u = tl.dot(tokens, tl.trans(up.load([n, k])), u)
-        if RANK > 0 and PARTS == 0:
+        if RANK > 0 and not GIVEN:
             low1 = tl.dot(tokens, tl.trans(a1.load([0, k])), low1)
             low2 = tl.dot(tokens, tl.trans(a2.load([0, k])), low2)
     if RANK > 0:
-        if PARTS > 0:
+        if GIVEN:
             wait(OVERLAPPED)
-            low1 = _given(given, 0, 2, m, rows, R, PARTS, BM)
-            low2 = _given(given, 1, 2, m, rows, R, PARTS, BM)
-        g = _adapted(g, low1, b1, n, scale1, False, RANK, R, BN)
-        u = _adapted(u, low2, b2, n, scale2, False, RANK, R, BN)
+            low1, low2 = _given(given, 0, m, rows, R, BM), _given(given, 1, m, rows, R, BM)
+        g = _adapted(g, low1, b1, n, scale1, out.dtype.element_ty, RANK, R, BN)
+        u = _adapted(u, low2, b2, n, scale2, out.dtype.element_ty, RANK, R, BN)
     kind = out.dtype.element_ty
     g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)
     opened = (g * tl.sigmoid(g)).to(kind).to(tl.float32)
@@ -152,6 +145,7 @@ def _gated(
 
 LEAST_RANK, MOST_RANK = 16, 128  # columns of the smallest matrix product; of the largest A that is kept in registers
 DTYPES = torch.bfloat16, torch.float16
+LOW_ROWS = 16  # of a program of A x: few, for the sum over the inner dimension is in one part
 MOST_ROWS = 1024  # beyond, launches cost little beside the products
 
 
@@ -182,20 +176,20 @@ def is_wide(x_TI: Tensor, layers: list[LoraLinear]) -> bool:
 
 
 def lora_product(
-    x_TI: Tensor, layers: list[LoraLinear], *, parts: bool = False, tiles: LoraTiles | None = None
+    x_TI: Tensor, layers: list[LoraLinear], *, parts: bool = False, exact: bool = False, tiles: LoraTiles | None = None
 ) -> Tensor:
     """Outputs of one layer, or of three side by side [T, O]; with `parts` partial sums in fp32 [splits, T, O], if one
-    sum would leave most of the device idle."""
+    sum would leave most of the device idle; `exact`: in one part, as the trainer's sum."""
     rows, inner = x_TI.shape
     joined = layers * 3 if len(layers) == 1 else layers
     widths = [len(layer.weight_OI) for layer in layers]
     total, biased = sum(widths), layers[0].bias_O is not None
-    tiles = fitting(tiles or product_tiles(rows, inner, widths, parts), 1, layers, rows)
+    tiles = fitting(tiles or product_tiles(rows, inner, widths, parts, exact), 1, layers, rows)
     assert tiles is not None, "can_adapt has asked"
     share = triton.cdiv(triton.cdiv(inner, tiles.splits), tiles.inner) * tiles.inner
     dtype = x_TI.dtype if tiles.splits == 1 else torch.float32
     out = torch.empty(tiles.splits, rows, total, dtype=dtype, device=x_TI.device)
-    low = _low_parts(x_TI, layers)
+    low = _low_rows(x_TI, layers)
     _product[triton.cdiv(rows, tiles.rows), total // tiles.outputs, tiles.splits](
         _tiled(x_TI, tiles.rows, tiles.inner), *_operands(joined, tiles),
         *(layer.bias_O if biased else layer.weight_OI for layer in joined), out if low is None else low, out,
@@ -213,7 +207,7 @@ def lora_gated(x_TI: Tensor, gate: LoraLinear, up: LoraLinear, *, tiles: LoraTil
     tiles = fitting(tiles or gated_tiles(rows, outputs), 2, layers, rows)
     assert tiles is not None, "can_adapt has asked"
     out = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
-    low = _low_parts(x_TI, layers)
+    low = _low_rows(x_TI, layers)
     _gated[triton.cdiv(rows, tiles.rows), outputs // tiles.outputs](
         _tiled(x_TI, tiles.rows, tiles.inner), *_operands(layers, tiles), out if low is None else low, out,
         gate.scale, up.scale, rows, inner, out.stride(0), **_sizes(layers, low, tiles), **overlapped(x_TI.device),
@@ -221,18 +215,17 @@ def lora_gated(x_TI: Tensor, gate: LoraLinear, up: LoraLinear, *, tiles: LoraTil
     return out
 
 
-def _low_parts(x_TI: Tensor, layers: list[LoraLinear]) -> Tensor | None:
-    """Partial sums of A x of every layer [parts, layers, T, R]; None if the product kernel computes it."""
+def _low_rows(x_TI: Tensor, layers: list[LoraLinear]) -> Tensor | None:
+    """A x of every layer [layers, T, R]; None if the product kernel computes it."""
     rows, inner = x_TI.shape
     if not any(layer.rank for layer in layers) or rows <= FEW:
         return None
     joined = layers * 3 if len(layers) == 1 else [*layers, layers[-1]][:3]
-    height, splits = _height(layers), min(8, triton.cdiv(inner, 1024))
-    share = triton.cdiv(triton.cdiv(inner, splits), 128) * 128
-    out = torch.empty(splits, len(layers), rows, height, dtype=torch.float32, device=x_TI.device)
+    height, tall = _height(layers), LOW_ROWS
+    out = torch.empty(len(layers), rows, height, dtype=torch.float32, device=x_TI.device)
     a = [_tiled(layer.weight_OI if layer.a_RI is None else layer.a_RI, height, 128) for layer in joined]
-    _low[triton.cdiv(rows, 64), len(layers), splits](
-        _tiled(x_TI, 64, 128), *a, out, rows, inner, share, len(layers), R=height, LM=64, LK=128, num_warps=4,
+    _low[triton.cdiv(rows, tall), len(layers)](
+        _tiled(x_TI, tall, 128), *a, out, rows, inner, R=height, LM=tall, LK=128, num_warps=4,
         num_stages=stages_of_low(height, shared_memory()), **overlapped(x_TI.device),
     )  # fmt: skip
     return out
@@ -256,7 +249,7 @@ def _height(layers: list[LoraLinear]) -> int:
 
 def _sizes(layers: list[LoraLinear], low: Tensor | None, tiles: LoraTiles) -> dict[str, int]:
     return {
-        "RANK": max(layer.rank for layer in layers), "R": _height(layers), "PARTS": 0 if low is None else len(low),
+        "RANK": max(layer.rank for layer in layers), "R": _height(layers), "GIVEN": low is not None,
         "BM": tiles.rows, "BN": tiles.outputs, "BK": tiles.inner, "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
 
