@@ -37,8 +37,9 @@ def test_a_killed_machine_is_lost_at_once_and_leaves_no_process(three, tmp_path)
     assert driver.wait(30) == 1
     assert f"lost {victim.address} Actor" in log.read_text()
     three.assert_no_orphan()
-    left = subprocess.run(["ps", "-o", "pid=", "-p", ",".join(map(str, before))], capture_output=True, text=True)
-    assert not left.stdout.strip()
+    listed = ["ps", "-o", "pid=", "-p", ",".join(map(str, before))]
+    left = lambda: subprocess.run(listed, capture_output=True, text=True).stdout.strip()  # noqa: E731
+    wait_until(lambda: not left(), 10, left)
     victim.start(cpus=1)
 
 

@@ -82,6 +82,18 @@ def test_several_nodes_meet_at_the_first():
     assert last.endswith("--module trimtab.cli.train_tail --text 'two words' --seed 3")
 
 
+def test_a_long_list_of_nodes_is_no_broken_pipe(tmp_path):
+    for name, text in {"scontrol": "seq -f 'node%g' 100000", "srun": 'echo "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash"], input=slurm_file(one_job(), Machines(nodes=2)), env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--rdzv_endpoint node1:31000" in done.stdout
+
+
 @pytest.mark.parametrize(
     "typed, complaint",
     [

@@ -184,7 +184,7 @@ def slurm_file(job: Job, machines: Machines, setup: Sequence[str] = ()) -> str:
     meeting = ["--rdzv_backend", "c10d", "--rdzv_id", '"$SLURM_JOB_ID"', "--rdzv_endpoint", f'"$first_node:{job.port}"']
     sizes = ["--nnodes", str(machines.nodes), "--nproc_per_node", str(max(1, machines.gpus))]
     rest = shlex.join(["--module", *job.command.module.split(), *job.command.words()])
-    lines.append('first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
+    lines.append(_FIRST_NODE)
     return "\n".join([*lines, f"srun torchrun {' '.join([*sizes, *meeting])} {rest}"]) + "\n"
 
 
@@ -238,8 +238,11 @@ wait_for() {
 }
 """
 
-_HEAD = """\
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Not `| head -n 1`: scontrol may then die of a broken pipe, and the job with it.
+_FIRST_NODE = 'read -r first_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+
+_HEAD = f"""\
+{_FIRST_NODE}
 address=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="$first_node" hostname --ip-address | cut -d ' ' -f 1)
 export RAY_ADDRESS="$address:PORT"
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$first_node" \\
