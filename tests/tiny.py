@@ -51,7 +51,6 @@ FAMILIES = {
     "qwen3_moe": EXPERTS | {"head_dim": 8},
     "granite": {"logits_scaling": 4.0},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "mamba": {"state_size": 4},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_neox": {},
     "opt": {"ffn_dim": 64, "dropout": 0.0, "word_embed_proj_dim": 32},
@@ -85,13 +84,52 @@ LATENT_FAMILIES = {  # multi-head latent attention: keys are wider than values
     "minicpm3": LATENT | {"dim_model_base": 32},
     "youtu": LATENT,
 }
+VARIANT_FAMILIES = {  # sinks; chunks; keys that layers share; layers with keys of different widths
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+    | {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "llama4_text": {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 4, "moe_layers": [1]}
+    | {"attention_chunk_size": 6, "no_rope_layers": [1, 0]},
+    "gemma3n_text": {"head_dim": 8, "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+    | {"laurel_rank": 4, "num_kv_shared_layers": 1, "num_hidden_layers": 3, "sliding_window": 5, "altup_num_inputs": 2}
+    | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+    | {"intermediate_size": [64] * 3, "activation_sparsity_pattern": [0.0] * 3},
+    "gemma4_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+DELTA = LINEAR | dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2)
+DELTA |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+RECURRENT_FAMILIES = {  # layers with a state
+    "qwen3_next": DELTA | {"num_experts": 0},
+    "qwen3_5_text": DELTA,
+    "olmo_hybrid": LINEAR,
+    "kimi_linear": LATENT | ROUTED | LINEAR | {"linear_num_heads": 2, "linear_head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"], "num_hidden_layers": 3, "mamba_num_heads": 4}
+    | {"mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "head_dim": 8}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": MAMBA2
+    | {"layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "falcon_h1": MAMBA2 | {"mamba_d_ssm": 64},  # both in every layer
+    "bamba": MAMBA2 | {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4},
+    "mamba": {"state_size": 4},  # no attention at all
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+}
 CYCLIC_FAMILIES = {"hrm_text": {"head_dim": 8, "L_cycles": 1, "embedding_scale": 1.0}}  # layers run more than once
 
 
-def tiny_model(family: str = "llama", *, seed: int = 0, spread: float = 0.2, **changes) -> PreTrainedModel:
-    """`spread`: standard deviation of the matrices, wide enough that mistakes show in the log-probs."""
+SPREADS = {"nemotron_h": 0.05}  # wider, transformers' two ways to compute its states differ by 1e-3 in fp32
+
+
+def tiny_model(family: str = "llama", *, seed: int = 0, spread: float | None = None, **changes) -> PreTrainedModel:
+    """`spread`: standard deviation of the matrices, by default wide enough that mistakes show in the log-probs."""
+    spread = spread or SPREADS.get(family, 0.2)
     kinds = {"llama_tied": "llama", "qwen2_moe_window": "qwen2_moe", "phi3_longrope": "phi3"}
-    own = (FAMILIES | LATENT_FAMILIES | CYCLIC_FAMILIES)[family]
+    own = (FAMILIES | LATENT_FAMILIES | VARIANT_FAMILIES | RECURRENT_FAMILIES | CYCLIC_FAMILIES)[family]
     config = CONFIG_MAPPING[kinds.get(family, family)](**{**COMMON, **own, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)

@@ -1,11 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tests.samples import spans_of
-from trimtab.models.attention import PackedPass, PackedRow, UnsupportedAttention, packed_attention
+from trimtab.models.attention import PackedPass, PackedRow, UnsupportedAttention, packed_attention, window_mask
 
 
-def naive(query, key, value, lengths, scale, window=None, softcap=None):
+def naive(query, key, value, lengths, scale, window=None, softcap=None, chunk=None, sinks=None):
     """Attention of each sample alone, from its definition."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -19,7 +21,10 @@ def naive(query, key, value, lengths, scale, window=None, softcap=None):
         seen = i[:, None] >= i
         if window is not None:
             seen &= i[:, None] - i < window
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        if chunk is not None:
+            seen &= i[:, None] // chunk == i // chunk
+        weights = torch.where(seen, scores.exp(), 0.0)
+        weights = weights / (weights.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks.exp()[:, None, None]))
         outputs.append(weights @ v)
         start += length
     return torch.cat(outputs, 1).transpose(0, 1)[None]
@@ -39,12 +44,24 @@ def tensors(tokens, heads=4, kv_heads=2, width=8):
 
 
 @pytest.mark.parametrize("lengths", [[7], [1, 1, 1], [9, 8, 3, 9, 1], [20, 2, 19, 3, 18]])
-@pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 2.0}, {"window": 4, "softcap": 2.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"window": 4}, {"softcap": 2.0}, {"window": 4, "softcap": 2.0}),
+        *({"chunk": 4}, {"sinks": True}, {"sinks": True, "window": 4}, {"sinks": True, "chunk": 3, "softcap": 2.0}),
+    ],
+)
 def test_packed_samples_attend_as_if_each_were_alone(lengths, options):
     inputs = tensors(sum(lengths))
-    arguments = {"sliding_window": options.get("window"), "softcap": options.get("softcap")}
-    ours, _ = packed_attention(module_in(lengths), *inputs, None, scaling=0.3, **arguments)
-    expected = naive(*inputs, lengths, 0.3, **options)
+    if "sinks" in options:
+        inputs.append(torch.randn(4, requires_grad=True))
+        options = options | {"sinks": inputs[3]}
+    size = options.get("chunk") or options.get("window")
+    config = SimpleNamespace(attention_chunk_size=options.get("chunk"))
+    mask = window_mask(device=torch.device("cpu"), config=config, local_size=size)
+    arguments = {"softcap": options.get("softcap"), "s_aux": options.get("sinks")}
+    ours, _ = packed_attention(module_in(lengths), *inputs[:3], mask, scaling=0.3, **arguments)
+    expected = naive(*inputs[:3], lengths, 0.3, **options)
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
     upstream = torch.randn_like(ours)
     for mine, theirs in zip(
@@ -67,8 +84,8 @@ def test_changing_one_sample_leaves_the_others_untouched():
 
 def test_an_argument_we_would_drop_is_refused():
     query, key, value = tensors(4)
-    with pytest.raises(UnsupportedAttention, match="s_aux"):
-        packed_attention(module_in([4]), query, key, value, None, s_aux=torch.zeros(4))
+    with pytest.raises(UnsupportedAttention, match=r"position_bias \(a position bias\)"):
+        packed_attention(module_in([4]), query, key, value, None, position_bias=torch.zeros(4))
     with pytest.raises(UnsupportedAttention, match="mask"):
         packed_attention(module_in([4]), query, key, value, torch.zeros(1, 1, 4, 4))
 

@@ -38,7 +38,7 @@ from trimtab.train.metrics import read_rows
 from trimtab.train.supervised_tasks import RMTask
 
 FAMILIES = ["llama", "qwen2", "mistral", "gpt2", "gemma2", "mixtral", "bloom", "opt"]
-WITHOUT_CLASSIFIER = {"granite": "packed", "olmoe": "packed", "mamba": "padded"}  # and how they are run
+WITHOUT_CLASSIFIER = {"granite": "packed", "olmoe": "packed", "mamba": "packed"}  # and how they are run
 END = make_tokenizer().eos_token_id
 RUN = "--apply_chat_template --train_batch_size 4 --micro_train_batch_size 2 --learning_rate 1e-2 --lr_warmup_ratio 0"
 

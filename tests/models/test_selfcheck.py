@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -16,7 +15,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.samples import batch_of, random_examples
-from tests.tiny import COMMON, FAMILIES, tiny_model
+from tests.tiny import COMMON, FAMILIES, RECURRENT_FAMILIES, VARIANT_FAMILIES, tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
 from trimtab.models import attention, selfcheck
@@ -25,10 +24,10 @@ from trimtab.models.reward import RewardModel
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 
-PADDED = {"bloom", "falcon", "mamba"}
+PADDED = {"bloom", "falcon"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANT_FAMILIES, *RECURRENT_FAMILIES])
 def test_every_family_takes_a_path_whose_log_probs_are_hugging_faces(family):
     policy = Policy(tiny_model(family))
     verdict = choose_path(policy)
@@ -53,6 +52,8 @@ LONG = {
     "qwen2_moe_window": {"sliding_window": 30},
     "mistral": {"sliding_window": 30},
     "gemma2": {"sliding_window": 30},
+    "gpt_oss": {"sliding_window": 30},
+    "llama4_text": {"attention_chunk_size": 30},
     "phi3_longrope": {
         "original_max_position_embeddings": 30,
         "rope_parameters": FAMILIES["phi3_longrope"]["rope_parameters"] | {"original_max_position_embeddings": 30},
@@ -86,15 +87,9 @@ def test_a_window_that_would_be_dropped_is_seen_by_the_check(monkeypatch):
     assert verdict.path == "padded" and "packed values differ" in verdict.reason
 
 
-def test_attention_in_chunks_is_not_packed():
-    config = Llama4TextConfig(
-        **COMMON, head_dim=8, num_local_experts=4, attention_chunk_size=4096, intermediate_size_mlp=64
-    )
-    verdict = choose_path(Policy(AutoModelForCausalLM.from_config(config)))
-    assert verdict.path != "packed" and "within chunks of" in verdict.reason
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "mixtral", "gpt2", "gpt_oss", "llama4_text", "qwen3_5_text", "nemotron_h", "lfm2"]
+)
 def test_packed_and_padded_paths_give_the_same_gradients(family):
     batch = batch_of([12, 3, 11, 7])
     gradients = []
@@ -111,15 +106,9 @@ def test_packed_and_padded_paths_give_the_same_gradients(family):
 UNPACKED = {
     "bloom": ({}, r"BloomAttention does not use transformers' attention interface"),
     "codegen": ({"rotary_dim": 8}, "CodeGenAttention does not use"),  # its configuration names no padding token
-    "gpt_oss": (
-        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-        r"GptOssAttention passes s_aux \(attention sinks\) to its attention",
-    ),
-    "qwen3_next": (
-        {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "num_experts": 0}
-        | dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2)
-        | dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-        r"Qwen3NextGatedDeltaNet does not use transformers' attention interface",
+    "minimax": (
+        {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "num_local_experts": 4},
+        "MiniMaxLightningAttention does not use transformers' attention interface",
     ),
     "diffllama": ({"head_dim": 8}, "DiffLlamaAttention attends 4 times in 2 layers"),
     "doge": ({"num_experts": 4, "num_experts_per_tok": 2}, "DogeAttention fails in packed rows"),
@@ -160,7 +149,21 @@ def test_the_check_restores_training_mode():
     assert policy.training and policy.inner.training
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", "bloom", "mixtral", "phi3_longrope"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        "gemma2",
+        "mistral",
+        "gpt2",
+        "bloom",
+        "mixtral",
+        "phi3_longrope",
+        *VARIANT_FAMILIES,
+        "qwen3_next",
+        "mamba",
+    ],
+)
 def test_two_answers_that_share_their_prompt_equal_two_whole_sequences(family):
     """Log-probs and gradients, with the prompt's tokens in the row once."""
     first, second = random_examples([14, 14], prompt_share=0.5)

@@ -10,7 +10,14 @@ import torch
 from tests.rollout.answers import check_log_probs, converse, ids_of
 from tests.rollout.test_sampler import assert_frequencies, renormalised
 from tests.samples import random_examples
-from tests.tiny import CYCLIC_FAMILIES, LATENT_FAMILIES, VOCABULARY, tiny_model
+from tests.tiny import (
+    CYCLIC_FAMILIES,
+    LATENT_FAMILIES,
+    RECURRENT_FAMILIES,
+    VARIANT_FAMILIES,
+    VOCABULARY,
+    tiny_model,
+)
 from trimtab.data.batches import TokenBatch
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
@@ -20,7 +27,8 @@ from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.scheduler import Scheduler
 from trimtab.rollout.sampling import SamplingParams
 
-FAMILIES = ["llama", "gpt2", "mixtral", "mistral", "qwen2", "qwen2_moe_window", "phimoe", "gemma2"]
+FAMILIES = ["llama", "gpt2", "mixtral", "mistral", "qwen2", "qwen2_moe_window", "phimoe", "gemma2", "gpt_oss"]
+FAMILIES += ["gemma4_text", "qwen3_5_text", "nemotron_h"]
 TIGHT = {"kv_tokens": 160, "max_num_seqs": 8, "page_size": 8}
 MEMORIES = [{}, TIGHT, {"max_num_batched_tokens": 10}]
 
@@ -73,9 +81,13 @@ def test_penalised_answers_equal_hugging_faces_in_any_memory_and_have_the_policy
     check_log_probs(policy, answers, 0.6)
 
 
-@pytest.mark.parametrize("family", [*LATENT_FAMILIES, *CYCLIC_FAMILIES])
-def test_other_attention_answers_in_conversations_as_hugging_face_does(family):
-    """Keys and values of different widths, and layers that run more than once: read, continued and decoded."""
+OTHERS = [*LATENT_FAMILIES, *CYCLIC_FAMILIES, *VARIANT_FAMILIES, *RECURRENT_FAMILIES]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_layers_answer_in_conversations_as_hugging_faces_do(family):
+    """Keys and values of different widths, sinks, chunks, layers that run more than once or have a state: read,
+    continued and decoded."""
     policy = policy_of(family)
     rollouts = converse(BuiltinEngine(policy, page_size=4), prompts((9, 17, 17, 4)))
     policy.inner.set_attn_implementation("eager")
@@ -87,7 +99,7 @@ def test_other_attention_answers_in_conversations_as_hugging_face_does(family):
         torch.testing.assert_close(torch.from_numpy(rollout.log_probs), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.short(8)
+@pytest.mark.short(12)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_log_probs_equal_the_trainers(family, temperature):
@@ -208,7 +220,7 @@ def test_sleep_gives_the_memory_back_and_the_next_call_works():
     engine = BuiltinEngine(policy_of())
     sampling = SamplingParams(max_new_tokens=4, temperature=0)
     before = engine.generate(prompts(), sampling)
-    memory = weakref.ref(engine.memory.cache(1, 1, torch.device("cpu")).keys)
+    memory = weakref.ref(engine.memory.cache(1, 1, torch.device("cpu")).tensors[0])
     assert memory() is not None
     engine.sleep()
     assert memory() is None

@@ -97,7 +97,7 @@ def test_going_on_in_one_row_equals_block_by_block_and_reading_at_once(family, m
     expected, other = read_on(policy)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found, read_at_once(policy), atol=1e-5, rtol=1e-5)
-    for own, theirs in ((cache.keys, other.keys), (cache.values, other.values)):
+    for own, theirs in zip(cache.tensors, other.tensors, strict=True):
         torch.testing.assert_close(own, theirs, atol=1e-5, rtol=1e-5)
 
 

@@ -23,17 +23,20 @@ def noise(*shape, seed=0, dtype=torch.float32):
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(
-    "heads, kv_heads, widths, page, softcap, window",
+    "heads, kv_heads, widths, page, options",
     [
-        (6, 2, (64, 64), 16, None, None),
-        (4, 4, (8, 8), 64, None, None),
-        (15, 5, (24, 24), 8, 3.0, 21),
-        (2, 1, (16, 16), 32, None, 40),
-        (4, 4, (48, 32), 16, None, None),
-        (4, 2, (24, 72), 8, None, 21),
+        (6, 2, (64, 64), 16, {}),
+        (4, 4, (8, 8), 64, {}),
+        (15, 5, (24, 24), 8, {"softcap": 3.0, "window": 21}),
+        (2, 1, (16, 16), 32, {"window": 40}),
+        (4, 4, (48, 32), 16, {}),
+        (4, 2, (24, 72), 8, {"window": 21}),
+        (6, 2, (16, 16), 16, {"sinks": True, "window": 21}),
+        (6, 2, (16, 16), 16, {"sinks": True, "chunk": 64}),
+        (4, 4, (8, 8), 8, {"chunk": 10}),
     ],
 )
-def test_decode_attention_equals_torch_over_the_same_pages(heads, kv_heads, widths, page, softcap, window, splits):
+def test_decode_attention_equals_torch_over_the_same_pages(heads, kv_heads, widths, page, options, splits):
     """`widths`: of keys and of values."""
     lengths = torch.tensor([1, 16, 77, 130, 64, 65])
     pages = -(-int(lengths.max()) // page)
@@ -41,20 +44,23 @@ def test_decode_attention_equals_torch_over_the_same_pages(heads, kv_heads, widt
     generator = torch.Generator().manual_seed(2)
     tables = torch.stack([torch.randperm(len(keys) - 1, generator=generator)[:pages] + 1 for _ in lengths]).to(DEVICE)
     query = noise(len(lengths), heads, widths[0], seed=3)
+    softcap, window, chunk = (options.get(name) for name in ("softcap", "window", "chunk"))
+    sinks = noise(heads, seed=4) if "sinks" in options else None
     keys[0] = float("nan")  # a page nobody holds must not be read
     out = paged_attention(
-        query, keys, values, tables, lengths.to(DEVICE), scale=0.3, softcap=softcap, window=window,
-        splits=splits,
+        query, keys, values, tables, lengths.to(DEVICE), scale=0.3, softcap=softcap, window=window, chunk=chunk,
+        sinks=sinks, splits=splits,
     )  # fmt: skip
     for row, length in enumerate(lengths.tolist()):
-        first = max(0, length - window) if window else 0
+        first = max(0, length - window) if window else (length - 1) // chunk * chunk if chunk else 0
         k, v = (
             t[tables[row]].flatten(0, 1)[first:length].repeat_interleave(heads // kv_heads, 1) for t in (keys, values)
         )
         scores = torch.einsum("hd,thd->ht", query[row], k) * 0.3
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        expected = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+        weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None]))
+        expected = torch.einsum("ht,thd->hd", weights, v)
         torch.testing.assert_close(out[row], expected, atol=2e-5, rtol=2e-5)
 
 

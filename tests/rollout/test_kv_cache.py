@@ -20,7 +20,7 @@ from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 
 CPU = torch.device("cpu")
-SHAPE = KVShape(layers=3, heads=2, key_width=10, value_width=6, dtype=torch.float32)
+SHAPE = KVShape(((2, 10, 6),) * 3, torch.float32)
 PAGE_BYTES = 16 * 3 * 2 * (10 + 6) * 4  # tokens, layers, heads, numbers of keys and of values, bytes
 
 
@@ -34,7 +34,7 @@ def test_plenty_of_memory_gives_what_the_call_can_use(free):
     free(2**40)
     cache = KVCacheManager(SHAPE, 16, None).cache(10, 40, CPU)
     assert cache.pages == 10 * (3 + 1)
-    kept = (cache.keys.nbytes + cache.values.nbytes) / PAGE_BYTES
+    kept = cache.nbytes / PAGE_BYTES
     assert kept == cache.pages + 1  # and page 0
 
 
@@ -82,7 +82,7 @@ def test_memory_that_is_too_little_becomes_larger_where_it_is(free):
     pool.free(prompt)
     assert memory.cache(30, 40, CPU) is cache and memory.pool is pool and memory.prefix_cache is kept
     assert cache.pages == pool.total == pool.num_free == int((10 + 8) * SHARE_OF_FREE)
-    assert cache.keys.shape[1] == cache.values.shape[1] == cache.pages + 1 and kept.lookup(ids).tokens == 0
+    assert {tensor.shape[1] for tensor in cache.tensors} == {cache.pages + 1} and kept.lookup(ids).tokens == 0
     free(0)
     memory.cache(40, 40, CPU)
     assert cache.pages == pool.total == 12  # never less than there was
@@ -208,8 +208,8 @@ def test_free_memory_of_this_machine_is_less_than_it_has(monkeypatch):
 
 def test_a_graph_does_not_outlive_memory_of_another_size_that_lay_in_the_same_place():
     policy, larger, smaller = policy_of(), KVCache(SHAPE, 9, 16, CPU), KVCache(SHAPE, 4, 16, CPU)
-    for name in ("keys", "values"):
-        there = getattr(smaller, name)
-        setattr(smaller, name, getattr(larger, name).flatten()[: there.numel()].view_as(there))
-    assert smaller.keys.data_ptr() == larger.keys.data_ptr()
+    smaller.tensors = [
+        there.flatten()[: own.numel()].view_as(own) for own, there in zip(smaller.tensors, larger.tensors)
+    ]
+    assert smaller.tensors[0].data_ptr() == larger.tensors[0].data_ptr()
     assert fingerprint(policy, larger) == fingerprint(policy, larger) != fingerprint(policy, smaller)

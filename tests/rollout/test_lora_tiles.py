@@ -21,8 +21,8 @@ WIDTHS = [64], [128], [256], [4096], [4096, 1024, 1024], [576, 192, 192]
 
 def reachable():
     for rows, rank in product(ROWS, RANKS):
-        for inner, widths, parts in product((576, 4096, 14_336), WIDTHS, (False, True)):
-            yield product_tiles(rows, inner, widths, parts), 1, rank, rows, widths
+        for inner, widths, parts, exact in product((576, 4096, 14_336), WIDTHS, (False, True), (False, True)):
+            yield product_tiles(rows, inner, widths, parts, exact), 1, rank, rows, widths
         for outputs in (64, 1536, 14_336):
             yield gated_tiles(rows, outputs), 2, rank, rows, [outputs]
 

@@ -173,7 +173,7 @@ def test_answers_read_in_one_row_leave_the_keys_and_values_of_those_that_go_on_f
             else:
                 for prompt, texts in asked:
                     runner.prefill([(prompt + ids, len(prompt), held) for ids, held in texts])
-        found.append(torch.stack([cache.keys, cache.values])[:, :, 1:])  # page 0 is nobody's
+        found.append(torch.stack(cache.tensors)[:, :, 1:])  # page 0 is nobody's
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
     assert found[0].abs().sum() > 0
 

@@ -235,7 +235,7 @@ def test_memory_for_samples_that_are_expected_is_made_once():
             for number in range(6):
                 session.add(FIRST, seed=number)
                 session.step(1)
-                found.append(session.engine.memory.cache(0, 0, session.device).keys.data_ptr())
+                found.append(session.engine.memory.cache(0, 0, session.device).tensors[0].data_ptr())
         places.append(len(set(found)))
     assert places[0] > 1 and places[1] == 1
 

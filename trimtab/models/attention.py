@@ -2,20 +2,23 @@
 
 It is registered with Hugging Face's attention interface as `trimtab_packed`, so every model that uses the interface
 runs it unchanged. The spans of the sequences replace masks. The only other information in a model's masks is each
-layer's window: under our name, transformers' mask functions return that number instead of a mask (`window_mask`), so
-every layer gets its window whichever way its model family sets it.
+layer's window or chunk: under our name, transformers' mask functions return that number instead of a mask
+(`window_mask`), so every layer gets its window whichever way its model family sets it.
 
 Two kernels give the same numbers:
-- torch's variable-length flash attention, if the device has it: in half precision, without soft cap;
+- torch's variable-length flash attention, if the device has it: in half precision, without soft cap, sinks and chunks;
 - dense blocks: sequences of similar length are gathered into a right-padded block for SDPA with the causal flag.
-Padding
-  comes after all real tokens, so causality alone excludes it; no mask is built.
+  Padding comes after all real tokens, so causality alone excludes it; no mask is built.
+
+Sinks (gpt-oss): every head has one more key, with a learned score and the value 0.
+Chunks (Llama 4): a token sees the tokens of its own chunk only.
 
 The model's modules carry the current row. It cannot be an argument, because not every architecture passes keyword
 arguments down to its attention. It cannot be a thread-local variable, because gradient checkpointing calls attention
 again in the backward pass, which has its own threads. A model keeps its row until the next forward pass.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ from torch import Tensor, nn
 
 from trimtab.data.batches import Span, TokenBatch, sent
 from trimtab.distributed.device import kind_of
+from trimtab.errors import UserError
 
 if TYPE_CHECKING:
     from trimtab.models.compile import Comparison
@@ -36,13 +40,13 @@ if TYPE_CHECKING:
 NAME = "trimtab_packed"
 HALF = (torch.bfloat16, torch.float16)
 FILL = 0.8  # least length of a sequence in a dense block, as a share of the longest
-WINDOW = (1, 1, 0)  # first dimensions of the tensor that `window_mask` returns
+WINDOW, CHUNK = (1, 1, 0), (1, 2, 0)  # first dimensions of the tensor that `window_mask` returns
 
 # Any other argument that is not None raises, because ignoring it could change the result.
-HONOURED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal", "position_ids"}
+HONOURED = {"scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids"}
 HARMLESS = {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
 HARMLESS |= {"cache_position", "deterministic"}
-REFUSED = {"s_aux": "attention sinks", "position_bias": "a position bias"}  # names of some of the others, for messages
+REFUSED = {"position_bias": "a position bias"}  # names of some of the others, for messages
 
 
 class UnsupportedAttention(Exception):
@@ -73,14 +77,13 @@ def window_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor:
-    """Mask function for our names: returns an empty tensor [1, 1, 0, window], with window 0 for full attention. A shape
-    can be read without a device sync."""
+    """Mask function for our names: returns an empty tensor [1, 1, 0, window] or [1, 2, 0, chunk], with window 0 for
+    full attention. A shape can be read without a device sync."""
     if use_vmap:
         raise UnsupportedAttention(f"{type(config).__name__} asks for a mask that is not only causal")
     # Windows and chunks use the same argument.
-    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        raise UnsupportedAttention(f"its layers attend within chunks of {local_size} tokens")
-    return torch.empty((*WINDOW, local_size or 0), dtype=torch.bool, device=device)
+    chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+    return torch.empty((*(CHUNK if chunked else WINDOW), local_size or 0), dtype=torch.bool, device=device)
 
 
 def unpadded(ids: Tensor) -> Tensor:
@@ -90,13 +93,14 @@ def unpadded(ids: Tensor) -> Tensor:
 
 
 def with_window(module: nn.Module, mask: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A layer's arguments, with the window from its mask. The mask decides: model families differ in whether the
-    argument repeats the window."""
+    """A layer's arguments, with the window or chunk from its mask. The mask decides: model families differ in whether
+    the argument repeats the window."""
     if mask is None:
         return arguments
-    if mask.shape[:3] != WINDOW:
+    if mask.shape[:3] not in (WINDOW, CHUNK):
         raise UnsupportedAttention(f"{type(module).__name__} passes a mask to its attention")
-    return arguments | {"sliding_window": mask.shape[3] or None}
+    window, chunk = (mask.shape[3] or None, None) if mask.shape[:3] == WINDOW else (None, mask.shape[3])
+    return arguments | {"sliding_window": window, "chunk": chunk}
 
 
 # Not compiled: a row's spans differ in every pass, and the call counter would cause a recompilation for every value.
@@ -132,6 +136,7 @@ class PackedPass:
     """The state of a model's current forward pass, for its attention and its layers."""
 
     row: AttentionContext | None = None
+    is_running: bool = False
     calls: int = 0
     callers: list[nn.Module] | None = None  # modules that called attention, while the self-check records them
     compiled: bool = False  # layers run compiled or fused (models/compile.py)
@@ -143,6 +148,27 @@ class PackedPass:
         """Start a forward pass of the model on this row."""
         carry(model, self)
         self.row, self.calls = row, 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a pass over the row runs now, or runs again in a backward pass (gradient checkpointing)."""
+        return self.row is not None and (self.is_running or torch._C._current_graph_task_id() != -1)
+
+    def mix(self, module: nn.Module, run: Callable[[Tensor, Any], Tensor], hidden: Tensor) -> Tensor:
+        """Run a recurrent module on each sequence of the row (recurrent.py). hidden: [1, T, D]"""
+        if self.callers is not None:
+            self.callers.append(module)
+        if not isinstance(self.row, PackedRow):
+            raise UserError(f"--ring_attn_size: {type(module).__name__} keeps a state; leave it out for this model")
+        return self.row.in_blocks(lambda hidden_SLD: run(hidden_SLD, None), hidden[0])[None]
 
 
 _CARRIED = "_trimtab_pass"
@@ -171,17 +197,39 @@ class LayerAttention:
     window: int | None
     softcap: float | None
     dropout: float = 0.0
+    chunk: int | None = None
+    sinks: Tensor | None = None  # score of each query head
 
     @classmethod
-    def of(cls, arguments: dict[str, Any], query: Tensor, longest: int) -> "LayerAttention":
+    def of(cls, arguments: dict[str, Any], query: Tensor, longest: float = math.inf) -> "LayerAttention":
         """`longest`: length of the longest sequence; a window of at least that length has no effect."""
-        window = arguments.get("sliding_window")
+        window, chunk = (
+            None if (size := arguments.get(name)) is None or size >= longest else size
+            for name in ("sliding_window", "chunk")
+        )
         return cls(
             arguments.get("scaling") or query.shape[-1] ** -0.5,
-            None if window is not None and window >= longest else window,
+            window,
             arguments.get("softcap"),
             arguments.get("dropout") or 0.0,
+            chunk,
+            arguments.get("s_aux"),
         )
+
+    @property
+    def plain(self) -> bool:
+        """Whether kernels for causal attention with a window compute it."""
+        return self.softcap is None and self.sinks is None and self.chunk is None and self.dropout == 0.0
+
+    def seen(self, positions_Q: Tensor, positions_K: Tensor) -> Tensor:
+        """Which keys a query sees, by their positions in the sequence [Q, K]."""
+        distance = positions_Q[:, None] - positions_K
+        seen = distance >= 0
+        if self.window is not None:
+            seen &= distance < self.window
+        if self.chunk is not None:
+            seen &= positions_Q[:, None] // self.chunk == positions_K // self.chunk
+        return seen
 
 
 @dataclass
@@ -212,20 +260,26 @@ class PackedRow:
         assert query.shape[2] == self.tokens
         layer = LayerAttention.of(arguments, query, self.longest)
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [T, heads, D]
-        if varlen_applies(query, value, layer.softcap, layer.dropout):
+        if varlen_applies(query, value, layer):
             return attend_varlen(q, k, v, self, layer.scale, layer.window, fused=arguments.get("fused", False))[None]
         return self.attend_dense(q, k, v, layer)[None]
 
     def attend_dense(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
         """Attention in dense blocks; returns [T, heads, D]."""
+
+        def attend(*block: Tensor) -> Tensor:
+            query, key, value = (x.transpose(1, 2) for x in block)
+            return _attend_block(query, key, value, layer).transpose(1, 2)
+
+        return self.in_blocks(attend, query, key, value)
+
+    def in_blocks(self, compute: Callable[..., Tensor], *given_T: Tensor) -> Tensor:
+        """Compute the results of all tokens [T, ...] from right-padded blocks of whole sequences [S, L, ...]."""
         blocks, order = self._dense
         pieces = []
         for rows, owned in blocks:
-            q, k, v = (
-                (x[rows][None] if isinstance(rows, slice) else rows.gather(x)).transpose(1, 2)
-                for x in (query, key, value)
-            )
-            out = _attend_block(q, k, v, layer).transpose(1, 2).reshape(-1, query.shape[1], value.shape[-1])
+            block = (x[rows][None] if isinstance(rows, slice) else rows.gather(x) for x in given_T)
+            out = compute(*block).flatten(0, 1)
             pieces.append(out if owned is None else out.index_select(0, owned))
         return pieces[0] if order is None else torch.cat(pieces).index_select(0, order)
 
@@ -278,12 +332,11 @@ class Sequences(Protocol):
     longest: int  # most keys of a sequence
 
 
-def varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
+def varlen_applies(query: Tensor, value: Tensor, layer: LayerAttention) -> bool:
     return (
         # A meta tensor represents an accelerator in plans; memory is then linear in any dtype.
         (query.is_meta or (kind_of(query.device).varlen and query.dtype in HALF))
-        and softcap is None
-        and dropout == 0.0
+        and layer.plain
         and query.shape[-1] == value.shape[-1] <= 256
         and query.shape[-1] % 8 == 0
     )
@@ -404,30 +457,33 @@ def _attend_block(query: Tensor, key: Tensor, value: Tensor, layer: LayerAttenti
     """Causal attention of right-padded blocks [samples, heads, L, D]."""
     length, device = query.shape[2], query.device
     windowed = layer.window is not None and layer.window < length
-    if layer.softcap is None and not windowed:
+    if layer.softcap is layer.sinks is layer.chunk is None and not windowed:
         if layer.dropout == 0.0 and length >= 128 and device.type == "cpu":
             return _causal_in_strips(query, key, value, layer.scale)
         grouped = query.shape[1] > key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, None, layer.dropout, is_causal=True, scale=layer.scale, enable_gqa=grouped
         )
-    if windowed:
-        position = torch.arange(length, device=device)
-        distance = position[:, None] - position
-        seen = (distance >= 0) & (distance < layer.window)
-    else:
-        seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return attend_masked(query, key, value, seen, layer.scale, layer.softcap, layer.dropout)
+    position = torch.arange(length, device=device)
+    sinks = None if layer.sinks is None else layer.sinks[:, None, None]
+    seen = layer.seen(position, position)
+    return attend_masked(query, key, value, seen, layer.scale, layer.softcap, layer.dropout, sinks)
 
 
-def attend_masked(query, key, value, seen, scale, softcap, dropout=0.0):
-    """Attention with the boolean mask `seen` [..., queries, keys], on blocks [samples, heads, L, D]."""
+def attend_masked(query, key, value, seen, scale, softcap, dropout=0.0, sinks=None):
+    """Attention with the boolean mask `seen` [..., queries, keys], on blocks [samples, heads, L, D]. `sinks`: in the
+    shape of the scores, with one key."""
     groups = query.shape[1] // key.shape[1]
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, seen, dropout, scale=scale, enable_gqa=groups > 1)
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     return F.dropout(weights, dropout) @ value
 
 

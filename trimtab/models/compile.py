@@ -110,7 +110,7 @@ def compile_layers(
 def fuse_layers(root: PackedModel, device: torch.device) -> str:
     """Run the layers of a Llama-like model in bf16 by the kernels that the built-in engine uses (fused_layer.py).
     Returns why not; empty: they do."""
-    backbone = root.inner.base_model
+    backbone = root.backbone
     weight = next(root.inner.parameters())
     if not overlaps_launches(device) or weight.dtype != torch.bfloat16:
         return "it needs bf16, Triton and compute capability 9.0 (H100, H200)"

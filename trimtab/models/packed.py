@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.process_group import group_reduce
 from trimtab.distributed.supervision import own_heartbeat
+from trimtab.models import recurrent
 from trimtab.models.activation_memory import ActivationOffload
 from trimtab.models.attention import AttentionContext, PackedPass, PackedRow, SequenceLengths, token_lengths, unpadded
 from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, Routers, TokenLocations
@@ -53,12 +54,19 @@ class PackedModel(nn.Module):
         self.attention = PackedPass()
         self.context: ContextParallel | None = None  # the group that shares a row; None: this process alone
         self.rotary = SequenceLengths.install(self.inner)
+        recurrent.install(self.inner)
         self.activations: ActivationOffload | None = None  # offload of activations; None: they stay on the device
 
     @property
     def inner(self) -> nn.Module:
         """The Hugging Face model, with adapters inside if there are any."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The Hugging Face model without its head."""
+        inner = self.inner
+        return inner.model if inner.base_model is inner else inner.base_model  # Llama 4's prefix names nothing
 
     @property
     def config(self):
@@ -76,6 +84,7 @@ class PackedModel(nn.Module):
             row = PackedRow.of(batch.spans, batch.ids_T.device)
             with self.rotary.of(token_lengths(batch.spans)):
                 return self._run(row, batch.ids_T, batch.positions_T, router)
+        self.attention.row = None
         rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
         with self.rotary.of(rows.lengths):
             out = self._backbone(router, **rows.inputs)
@@ -99,12 +108,14 @@ class PackedModel(nn.Module):
     def _run(self, row: AttentionContext, ids_T: Tensor, positions_T: Tensor, router: bool) -> tuple[Tensor, Routers]:
         self.attention.begin(self.inner, row)
         inputs = {"input_ids": ids_T[None], "attention_mask": unpadded(ids_T[None]), "position_ids": positions_T[None]}
-        out = self._backbone(router, **inputs)
+        with self.attention.running():
+            out = self._backbone(router, **inputs)
         return out.last_hidden_state[0], out.router_logits if router else None
 
     def own_logits(self, batch: TokenBatch, padding: int | None = None) -> "tuple[PaddedRows, Tensor]":
         """Padded rows and the model's own output for them. `padding`: the token that the model's code treats as
         padding."""
+        self.attention.row = None
         rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
         if padding is not None:
             rows.inputs["input_ids"].masked_fill_(rows.inputs["attention_mask"] == 0, padding)
@@ -116,7 +127,7 @@ class PackedModel(nn.Module):
             arguments["output_router_logits"] = True
         away = self.activations if torch.is_grad_enabled() else None
         with contextlib.nullcontext() if away is None else away.instead():
-            return self.inner.base_model(**arguments, use_cache=False)
+            return self.backbone(**arguments, use_cache=False)
 
     def sum_over_row(self, values: Tensor) -> Tensor:
         """Sum over the processes that share a row."""

@@ -30,6 +30,7 @@ from trimtab.errors import UserError
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import NAME, ORIGINAL, UnsupportedAttention, register, rotary_limits
 from trimtab.models.packed import PackedModel, Path, cast_parameters, scoring
+from trimtab.models.recurrent import RecurrentForward
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
         return f"{_failed_in(error)} fails in {root.path} rows ({' '.join(str(error).split())[:120]})", float("inf")
     finally:
         root.attention.callers = None
-    if root.path == "packed" and len(callers) != root.config.get_text_config().num_hidden_layers:
+    recurrent = any(isinstance(vars(module).get("forward"), RecurrentForward) for module in callers)
+    if root.path == "packed" and not recurrent and len(callers) != root.config.get_text_config().num_hidden_layers:
         return _attention_problem(root, callers), float("inf")
     # Non-finite weights say nothing about the path; the training loop reports them.
     gaps = (values.float() - reference)[reference.isfinite()].abs()

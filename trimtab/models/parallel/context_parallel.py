@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 
 from trimtab.data.batches import Span
 from trimtab.distributed.process_group import Peers, gather_shards, reduce_scatter_shards, start_gather_shards
+from trimtab.errors import UserError
 from trimtab.models.attention import (
     FILL,
     LayerAttention,
@@ -217,6 +218,8 @@ class ContextRow:
         """query [1, heads, tokens, D] in, [1, tokens, heads, D] out."""
         layer = LayerAttention.of(arguments, query, self.longest_sequence)
         assert query.shape[2] == self.padded and not layer.dropout
+        if layer.sinks is not None or layer.chunk is not None:
+            raise UserError("--ring_attn_size: attention with sinks or chunks is not supported; leave it out")
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [tokens, heads, D]
         return _Attention.apply(q, k, v, self, layer)[None]
 
@@ -224,7 +227,7 @@ class ContextRow:
         """Attention of own queries to gathered keys, in the order of the row, for a few heads."""
         if not self.pieces:
             return query.new_zeros(*query.shape[:2], value.shape[-1])
-        if varlen_applies(query, value, layer.softcap, 0.0):
+        if varlen_applies(query, value, layer):
             pieces = self._prepare(_varlen, layer.window)
             out = attend_varlen(query[: self.tokens], key, value, pieces, layer.scale, layer.window)
         else:

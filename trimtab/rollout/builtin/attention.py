@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.data.batches import Span, sent
 from trimtab.distributed.device import has_kernels
 from trimtab.models.attention import (
+    LayerAttention,
     PackedRow,
+    attend_masked,
     attend_varlen,
     carried,
     cumulative,
@@ -27,7 +28,9 @@ from trimtab.models.attention import (
     varlen_applies,
     with_window,
 )
+from trimtab.models.recurrent import Run
 from trimtab.rollout.builtin.kv_cache import KVCache
+from trimtab.rollout.builtin.state_cache import DecodeStates, PrefillStates
 
 MOST_TOGETHER = 2**16  # tokens whose keys and values are copied at once, unless one sequence has more
 
@@ -132,7 +135,7 @@ class GatheredKV:
         else:
             pages = self.tables_BP.flatten()
             self._layers[layer] = [
-                tensor[layer].index_select(0, pages).view(len(self.tables_BP), self.width, *tensor.shape[3:])
+                tensor[layer].index_select(0, pages).view(len(self.tables_BP), self.width, *tensor[layer].shape[2:])
                 for tensor in (self.cache.keys, self.cache.values)
             ]
         return [block.transpose(1, 2) for block in self._layers[layer]]
@@ -148,6 +151,7 @@ class PrefillMetadata:
     row: PackedRow
     slot_mapping_T: Tensor
     continued: CachedPrefill | SinglePart | None = None  # if some sequences have a cached prefix
+    states: PrefillStates | None = None  # if the model has recurrent layers
 
 
 @dataclass
@@ -155,6 +159,7 @@ class DecodeMetadata:
     slot_mapping_B: Tensor
     tables_BP: Tensor  # block tables: pages of every sequence in order, padded by 0
     lengths_B: Tensor  # of the sequences, the new token included
+    states: DecodeStates | None = None  # if the model has recurrent layers
 
 
 class CachedAttention:
@@ -172,6 +177,13 @@ class CachedAttention:
             self._window = None
         elif self._window is None or self._window.tables_BP is not current.tables_BP:
             self._window = GatheredKV(self.cache, current.tables_BP)
+
+    is_begun = True
+
+    def mix(self, module: nn.Module, run: Run, hidden: Tensor) -> Tensor:
+        """Run a recurrent module on the sequences of the pass."""
+        assert self._pass is not None and self._pass.states is not None
+        return self._pass.states.mix(run, hidden)
 
     def store_and_attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
         """Shapes as Hugging Face's: [B, heads, T, D] in, [B, T, heads, D] out.
@@ -202,7 +214,7 @@ class CachedAttention:
     ) -> Tensor:
         """query [1, heads, T, D] -> [1, T, heads, D]."""
         continued = current.continued
-        if continued is not None and varlen_applies(query, value, arguments.get("softcap"), 0.0):
+        if continued is not None and varlen_applies(query, value, LayerAttention.of(arguments, query)):
             return self._continue_in_one_row(query[0].transpose(0, 1), layer, continued, arguments)[None]
         out = current.row.attend(query, key, value, arguments)
         for own, slots in [] if continued is None else continued.alike:
@@ -219,12 +231,12 @@ class CachedAttention:
         whole = self._window.keys_and_values(layer, new, current.lengths_B - 1)
         keys, values = (t[:, :, :longest] for t in whole)
         position = torch.arange(keys.shape[2], device=query.device)
-        seen = position < current.lengths_B[:, None]
-        if arguments.get("sliding_window") is not None:
-            seen &= position >= current.lengths_B[:, None] - arguments["sliding_window"]
+        settings = LayerAttention.of(arguments, query)
+        seen = settings.seen(current.lengths_B - 1, position)[:, None, None]
         # Query heads that share a key head are computed together.
         together = query.view(len(query), keys.shape[1], -1, query.shape[-1])
-        mixed = _attend(together, keys, values, seen[:, None, None], arguments)
+        sinks = None if settings.sinks is None else settings.sinks.view(keys.shape[1], -1, 1)
+        mixed = attend_masked(together, keys, values, seen, settings.scale, settings.softcap, sinks=sinks)
         return mixed.reshape(len(query), 1, query.shape[1], -1)
 
     def _decode_by_kernel(self, current: DecodeMetadata, query_BHD: Tensor, layer: int, arguments: Arguments) -> Tensor:
@@ -239,6 +251,8 @@ class CachedAttention:
             scale=arguments.get("scaling") or query_BHD.shape[-1] ** -0.5,
             softcap=arguments.get("softcap"),
             window=arguments.get("sliding_window"),
+            chunk=arguments.get("chunk"),
+            sinks=arguments.get("s_aux"),
             splits=arguments.get("splits"),
         )
 
@@ -261,23 +275,28 @@ class CachedAttention:
         stored = (self.cache.keys, self.cache.values)
         keys, values = (t[layer].flatten(0, 1)[slots].transpose(1, 2) for t in stored)
         new, whole = query.shape[2], keys.shape[2]
-        position = torch.arange(whole, device=query.device)
-        distance = position[whole - new :, None] - position
-        seen = distance >= 0
-        if arguments.get("sliding_window") is not None:
-            seen &= distance < arguments["sliding_window"]
-        return _attend(query, keys, values, seen, arguments).transpose(1, 2)
+        position, settings = torch.arange(whole, device=query.device), LayerAttention.of(arguments, query)
+        seen = settings.seen(position[whole - new :], position)
+        sinks = None if settings.sinks is None else settings.sinks[:, None, None]
+        return attend_masked(query, keys, values, seen, settings.scale, settings.softcap, sinks=sinks).transpose(1, 2)
 
 
 class AttentionProbe:
     """Takes the place of a model's attention to record its shapes and arguments."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[tuple[int, int, int, torch.dtype], Arguments]] = []
-        """For each call: the shape of a token's KV (heads, key width, value width, dtype), and its arguments."""
+        self.calls: list[tuple[tuple[int, int, int], Arguments]] = []
+        """For each call: the shape of a token's KV (heads, key width, value width), and its arguments."""
+        self.dtype = torch.float32
+
+    is_begun = True
+
+    def mix(self, module: nn.Module, run: Run, hidden: Tensor) -> Tensor:
+        return run(hidden, None)
 
     def store_and_attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
-        self.calls.append(((key.shape[1], key.shape[-1], value.shape[-1], key.dtype), arguments))
+        self.calls.append(((key.shape[1], key.shape[-1], value.shape[-1]), arguments))
+        self.dtype = key.dtype
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
 
@@ -287,16 +306,6 @@ def rollout_attention(
     attention: CachedAttention | AttentionProbe = carried(module)
     arguments = with_window(module, attention_mask, arguments)
     return attention.store_and_attend(query, key, value, arguments), None
-
-
-def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, arguments: Arguments) -> Tensor:
-    scale, softcap = arguments.get("scaling") or query.shape[-1] ** -0.5, arguments.get("softcap")
-    groups = query.shape[1] // keys.shape[1]
-    if softcap is None:
-        return F.scaled_dot_product_attention(query, keys, values, seen, scale=scale, enable_gqa=groups > 1)
-    keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
-    scores = softcap * torch.tanh(query @ keys.transpose(2, 3) * scale / softcap)
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype) @ values
 
 
 def register() -> None:

@@ -51,7 +51,7 @@ class DecodeGraphs:
         """`longest`: tokens of a sequence."""
         self.sampler, self.size = sampler, cache.size
         self.pages = 1 << (-(-longest // cache.size) - 1).bit_length()
-        device, shape = cache.keys.device, (padded_rows(max_num_seqs), COLUMNS + self.pages)
+        device, shape = cache.device, (padded_rows(max_num_seqs), COLUMNS + self.pages)
         self.host = torch.zeros(shape, dtype=torch.int64, pin_memory=can_pin(device.type))
         self.table = torch.zeros(shape, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
@@ -357,7 +357,7 @@ class PrefillGraphs:
             return torch.zeros(shape, dtype=torch.int64, device=runner.device)
 
         shape = size.sequences, runner.policy.head.in_features
-        hidden = torch.zeros(shape, dtype=runner.cache.keys.dtype, device=runner.device)
+        hidden = torch.zeros(shape, dtype=runner.cache.shape.dtype, device=runner.device)
         keys = zeros(size.keys) if size.keys else None
         return PrefillGraph(zeros(3, size.tokens), zeros(3, size.sequences), keys, hidden, size.longest)
 
@@ -403,8 +403,9 @@ class GraphCache:
         if hold_for != self._hold_for:
             self.release()
             self._hold_for = hold_for
-        width = cache.keys.shape[-1]
-        by_varlen = cache.keys.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+        width = cache.shape.width
+        half = cache.shape.dtype in (torch.bfloat16, torch.float16)
+        by_varlen = half and width is not None and width % 8 == 0 and width <= 256
         if self.prefills is None and fused and by_varlen:
             self.prefills = PrefillGraphs()
 
@@ -420,7 +421,7 @@ class GraphCache:
             return None
         if self.decodes is None or self._rule != sampling.rule or not self.decodes.holds(longest):
             self.decodes = None  # free its memory first
-            sampler = Sampler(sampling, self.policy.head.out_features, cache.keys.device)
+            sampler = Sampler(sampling, self.policy.head.out_features, cache.device)
             self.decodes, self._rule = DecodeGraphs(sampler, cache, self.max_num_seqs, longest), sampling.rule
         return self.decodes
 
@@ -435,7 +436,7 @@ class GraphCache:
         if found is None or not found[0].covers(kind) or not found[1].holds(longest):
             kind = kind if found is None else found[0].together_with(kind)
             self._by_rows.pop(kind.filtered, None)  # free its memory first
-            sampler = PerRequestSampler.blank(kind, padded_rows(self.max_num_seqs), cache.keys.device)
+            sampler = PerRequestSampler.blank(kind, padded_rows(self.max_num_seqs), cache.device)
             found = self._by_rows[kind.filtered] = kind, DecodeGraphs(sampler, cache, self.max_num_seqs, longest)
         return found[1]
 
@@ -450,5 +451,5 @@ def can_capture(sampling: SamplingParams) -> bool:
 def fingerprint(policy: Policy, cache: KVCache) -> tuple:
     """A key that changes when graphs become invalid: tensors have other addresses, or adapters are switched. It
     includes the cache's size, since a cache of another size may have the same address."""
-    addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
+    addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), *cache.tensors))
     return addresses, cache.pages, switches(policy)

@@ -23,6 +23,7 @@ from trimtab.distributed.supervision import own_heartbeat
 from trimtab.errors import UserError
 from trimtab.models.attention import generated_context
 from trimtab.models.policy import Policy
+from trimtab.models.recurrent import recurrent_modules
 from trimtab.rollout.builtin.attention import MOST_TOGETHER
 from trimtab.rollout.builtin.cuda_graphs import CaptureFailed, DecodeGraphs, GraphCache
 from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
@@ -30,6 +31,7 @@ from trimtab.rollout.builtin.linear import Int8Layers
 from trimtab.rollout.builtin.model_runner import ModelRunner, build_fused_layers, is_sharded, sampled_weights
 from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler, SamplerCache, SamplerOutput, same_params
 from trimtab.rollout.builtin.scheduler import PromptState, ScheduledSequence, Scheduler, SequenceState
+from trimtab.rollout.builtin.state_cache import DecodeStates, States, split
 from trimtab.rollout.engine import Engine, TokenSession
 from trimtab.rollout.sampling import (
     SamplingParams,
@@ -128,6 +130,10 @@ class Prefill:
 
     def _restore_preempted(self, samples: list[SequenceState]) -> None:
         self.tokens += sum(len(s.ids) - 1 for s in samples)
+        if self.runner.recurrent:
+            for group in _groups(samples, lambda s: s.length, self.most):
+                self._restore_states(group)
+            return
         # With variable-length attention, answers attend to their prompts in one packed row.
         longest = self.most if self.graphs.prefills is not None else 0
         for part in _parts([s for s in samples if s.length <= longest], self.most):
@@ -137,10 +143,20 @@ class Prefill:
         for group in _groups([s for s in samples if s.length > longest], lambda s: len(s.ids), self.most):
             self._prefill_eager([(s.text[:-1], len(s.prompt.ids), s.pages) for s in group])
 
+    def _restore_states(self, samples: list[SequenceState]) -> None:
+        """Prefill whole sequences. Tokens on the prompts' full pages, which are shared, are stored on page 0."""
+        size, sequences = self.runner.cache.size, []
+        for sample in samples:
+            shared = len(sample.prompt.ids) // size
+            sequences.append((sample.text[:-1], 0, [0] * shared + sample.pages[shared:]))
+        self.runner.prefill(sequences)
+        keep_states(samples, self.runner.states)
+
     def forget(self) -> None:
         """Drop the hidden states of prompts without waiting samples."""
         for prompt in [p for p in self.hidden if p.waiting == 0]:
             del self.hidden[prompt]
+            prompt.states = None
 
     def _prefill_prompts(self, prompts: list[PromptState]) -> None:
         self.tokens += sum(_new_tokens(p) for p in prompts)
@@ -160,15 +176,22 @@ class Prefill:
                 return self.graphs.prefills.prefill(self.runner, sequences)
             except CaptureFailed as error:
                 self.graphs.give_up(error)
-        return self._prefill_eager(sequences)
+        hidden = self._prefill_eager(sequences)
+        keep_states(prompts, self.runner.states)
+        return hidden
 
     def _prefill_eager(self, sequences: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
         """(ids, how many are cached, pages). One that is longer than a pass is alone, and runs in chunks."""
         ids, done, pages = sequences[0]
-        while len(ids) - done > self.most:
+        while len(ids) - done > self.most and not self.runner.recurrent:
             self.runner.prefill([(ids[: done + self.most], done, pages)])
             done += self.most
         return self.runner.prefill([(ids, done, pages), *sequences[1:]])
+
+
+def keep_states(owners: Sequence[PromptState | SequenceState], states: Sequence[States | None]) -> None:
+    for owner, own in zip(owners, states, strict=True):
+        owner.states = own
 
 
 def _new_tokens(prompt: PromptState) -> int:
@@ -223,7 +246,7 @@ class BuiltinSession(TokenSession):
         self._new: list[SequenceState] = []
         self._scheduler: Scheduler | None = None
         self._prepared = False
-        self._address: tuple[int, int, int] | None = None  # of the KV cache that the graphs were checked for
+        self._address: tuple[tuple[int, ...], int] | None = None  # of the KV cache that the graphs were checked for
         self.contexts = contextlib.ExitStack()  # open until the session is closed
 
     # ---- the session's interface
@@ -322,12 +345,12 @@ class BuiltinSession(TokenSession):
             self._scheduler.free_finished()  # new requests may hit their prefixes
         samples = max(self._expected, len(self._unfinished()) + len(self._new))
         cache = memory.cache(min(engine.max_num_seqs, samples), self._longest, self.device)
-        address = cache.keys.data_ptr(), cache.values.data_ptr(), cache.pages
+        address = tuple(tensor.data_ptr() for tensor in cache.tensors), cache.pages
         if self._address != address:  # nothing else that graphs depend on changes in an open session
             engine.captured.follow(cache, fused=engine.fused is not None)
             self._address = address
         if self._scheduler is None:
-            memory.prefix_cache.enabled = self.prefix_caching
+            memory.prefix_cache.enabled = self.prefix_caching and not engine.recurrent
             self._scheduler = Scheduler(memory.prefix_cache, engine.max_num_seqs)
             self._runner = ModelRunner(engine.policy, cache, engine.fused)
             self.contexts.enter_context(self._runner)
@@ -348,6 +371,7 @@ class BuiltinSession(TokenSession):
         prefill.run(admissions)
         self.engine.prefilled_tokens, prefill.tokens = self.engine.prefilled_tokens + prefill.tokens, 0
         fresh, finished = [a.sample for a in admissions if not a.sample.ids], []
+        keep_states(fresh, [sample.prompt.states for sample in fresh])
         if fresh:
             hidden = torch.stack([prefill.hidden[s.prompt] for s in fresh])
             samplers = self._samplers
@@ -410,13 +434,16 @@ class BuiltinSession(TokenSession):
         last = tables.shape[1] * runner.cache.size - 1
         results: list[SamplerOutput] = []
         sampler, seeds, seen = self._samplers.of(running), self._seeds(running), self._samplers.seen(running)
+        states = DecodeStates.of([s.states for s in running], runner.policy.config) if runner.recurrent else None
         for step in range(steps):
             # A sequence past its end writes to page 0, which is never read.
-            hidden = runner.decode(tokens, (positions + step).clamp(max=last), tables)
+            hidden = runner.decode(tokens, (positions + step).clamp(max=last), tables, states=states)
             results.append(self._draw(hidden, sampler, seeds, drawn + step, seen))
             tokens = results[-1].tokens_B
             if seen is not None:
                 seen.scatter_(1, tokens[:, None], True)
+        if states is not None:
+            keep_states(running, split(states.cache, len(running)))
         return SamplerOutput.stacked(results)
 
     def _seeds(self, samples: list[SequenceState]) -> Tensor:
@@ -487,7 +514,9 @@ class BuiltinEngine(Engine):
             self.fused = None if cut else build_fused_layers(policy, shape, arguments, page_size)
         self.memory = KVCacheManager(shape, page_size, kv_tokens, self.tensor)
         # With tensor parallelism every layer has collectives, which are not captured in graphs.
-        self.captured = GraphCache(policy, max_num_seqs, possible=not eager and not cut)
+        # States of recurrent layers are joined anew for every chunk.
+        self.recurrent = bool(recurrent_modules(policy.inner))
+        self.captured = GraphCache(policy, max_num_seqs, possible=not eager and not cut and not self.recurrent)
         same_kernels = self.fused is not None and policy.attention.fused
         self.exact = (shape.dtype == torch.float32 or same_kernels) and not weight_only_int8
         self.version = 0

@@ -237,7 +237,8 @@ def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[]
     mixed = like.new_zeros(rows, attention.o_proj.in_features)
     inside = like.new_zeros(rows, mlp.down_proj.in_features)
     zeros = torch.zeros(rows, dtype=torch.int64, device=like.device)
-    keys, values, width = cache.keys[0], cache.values[0], cache.shape.key_width
+    keys, values = cache.keys[0], cache.values[0]
+    width = keys.shape[-1]
 
     def normed(new: torch.Tensor | None) -> Callable[[], object]:
         return lambda: fused_add_rms_norm(new, stream.clone(), norm.weight, norm.variance_epsilon)

@@ -1,5 +1,6 @@
 """The KV cache: tensors of keys and values in pages of tokens, and the manager that sizes them and owns their pages."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +15,20 @@ from trimtab.rollout.builtin.prefix_cache import BlockPool, PrefixCache
 class KVShape:
     """What the model's attention keeps of a token."""
 
-    layers: int  # attention calls of a forward pass: a model may run a layer more than once
-    heads: int
-    key_width: int
-    value_width: int
+    calls: tuple[tuple[int, int, int], ...]
+    """Heads, width of keys and width of values of each attention call of a forward pass. Layers may differ, and a model
+    may run a layer more than once."""
     dtype: torch.dtype
 
     @property
     def token_bytes(self) -> int:
-        return self.layers * self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
+        return sum(heads * (key + value) for heads, key, value in self.calls) * self.dtype.itemsize
+
+    @property
+    def width(self) -> int | None:
+        """Of all keys and values; None: they differ."""
+        widths = {width for _, *both in self.calls for width in both}
+        return widths.pop() if len(widths) == 1 and len(set(self.calls)) == 1 else None
 
 
 class KVCache:
@@ -31,27 +37,44 @@ class KVCache:
 
     def __init__(self, shape: KVShape, pages: int, size: int, device: torch.device):
         self.shape, self.pages, self.size, self.device = shape, pages, size, device
-        self.keys, self.values = self._made(pages, shape.key_width), self._made(pages, shape.value_width)
+        self.tensors = [self._made(shape) for shape in self._shapes()]
+        """Layers of one shape have their keys, and their values, in one tensor."""
+        self._share()
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        kinds = Counter(self.shape.calls).items()
+        return [(count, self.pages + 1, self.size, heads, width) for (heads, *both), count in kinds for width in both]
+
+    def _made(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self.shape.dtype, device=self.device)
+
+    def _share(self) -> None:
+        """Give every layer its part of the tensors."""
+        kinds = dict.fromkeys(self.shape.calls)
+        left = {call: zip(*self.tensors[2 * i : 2 * i + 2]) for i, call in enumerate(kinds)}
+        both = [next(left[call]) for call in self.shape.calls]
+        self.keys, self.values = [keys for keys, _ in both], [values for _, values in both]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def grow(self, pages: int) -> None:
         """To this many pages, with their contents."""
-        widths = {"keys": self.shape.key_width, "values": self.shape.value_width}
-        for name, width in widths.items():  # one after the other: each needs its memory twice for a moment
-            larger = self._made(pages, width)
-            larger[:, : self.pages + 1] = getattr(self, name)
-            setattr(self, name, larger)
-        self.pages = pages
+        held, self.pages = self.pages, pages
+        self.keys, self.values = [], []
+        for i, shape in enumerate(self._shapes()):  # one after the other: each needs its memory twice for a moment
+            larger = self._made(shape)
+            larger[:, : held + 1] = self.tensors[i]
+            self.tensors[i] = larger
+        self._share()
 
     def renew(self, pages: int) -> None:
         """Replace the tensors by empty ones of this many pages."""
-        del self.keys, self.values  # free their memory first
-        self.keys, self.values = self._made(pages, self.shape.key_width), self._made(pages, self.shape.value_width)
+        del self.keys, self.values, self.tensors  # free their memory first
         self.pages = pages
-
-    def _made(self, pages: int, width: int) -> Tensor:
-        shape = self.shape
-        dimensions = (shape.layers, pages + 1, self.size, shape.heads, width)
-        return torch.zeros(dimensions, dtype=shape.dtype, device=self.device)
+        self.tensors = [self._made(shape) for shape in self._shapes()]
+        self._share()
 
     def store(self, layer: int, keys_THD: Tensor, values_THD: Tensor, slot_mapping_T: Tensor) -> None:
         """`slot_mapping_T`: page x size + offset of every token."""
@@ -61,8 +84,8 @@ class KVCache:
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         if not pairs:
             return
-        source, target = torch.tensor(pairs, device=self.keys.device).t()
-        for tensor in (self.keys, self.values):
+        source, target = torch.tensor(pairs, device=self.device).t()
+        for tensor in self.tensors:
             tensor[:, target] = tensor[:, source]
 
 
@@ -158,11 +181,11 @@ class KVCacheManager:
     @property
     def held(self) -> int:
         """Bytes of the tensors."""
-        return 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
+        return 0 if self._cache is None else self._cache.nbytes
 
     def _affordable(self, free: int) -> int:
         """Pages, the minimum over the tensor-parallel group: free memory and key heads may differ."""
-        return self.tensor.minimum(max(0, int(free * SHARE_OF_FREE)) // self.page_bytes)
+        return self.tensor.minimum(max(0, int(free * SHARE_OF_FREE)) // max(1, self.page_bytes))
 
     def _needed(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -164,7 +164,7 @@ def smallest(rows: int) -> LoraTiles:
 # ---- measured on an H200, at the shapes of a model of 8 billion parameters
 
 
-def product_tiles(rows: int, inner: int, widths: list[int], parts: bool, exact: bool) -> LoraTiles:
+def product_tiles(rows: int, inner: int, widths: list[int], parts: bool, exact: bool = False) -> LoraTiles:
     """`parts`: the sum may have several; `exact`: it has one."""
     whole = next(size for size in (256, 128, TILE) if all(width % size == 0 for width in widths))
     long = parts and inner > 8192 and not exact

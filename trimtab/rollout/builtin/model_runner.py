@@ -4,7 +4,7 @@ A pass goes through the model's modules, or through fused layers (fused_layers.p
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from trimtab.data.batches import Span
 from trimtab.distributed.device import widest
-from trimtab.errors import UserError
 from trimtab.models.attention import PackedRow, carry, unpadded
 from trimtab.models.lm_head import shaped_logits, whole_logits
 from trimtab.models.policy import Policy
+from trimtab.models.recurrent import recurrent_modules
 from trimtab.rollout.builtin.attention import (
     NAME,
     Arguments,
@@ -29,6 +29,7 @@ from trimtab.rollout.builtin.attention import (
     register,
 )
 from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
+from trimtab.rollout.builtin.state_cache import DecodeStates, PrefillStates, States
 
 if TYPE_CHECKING:
     from trimtab.rollout.builtin.kernels.decode_step import DecodeInputs
@@ -101,6 +102,8 @@ class ModelRunner:
         self.policy, self.cache = policy, cache
         self.fused = None if fused is None or fused.failed else fused
         self.device = policy.device
+        self.recurrent = bool(recurrent_modules(policy.inner))
+        self.states: Sequence[States | None] = []  # of the last prefill's sequences, if layers are recurrent
 
     @staticmethod
     @torch.no_grad()
@@ -110,13 +113,9 @@ class ModelRunner:
         attention = AttentionProbe()
         with generating(policy, attention):
             one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
-            policy.inner.base_model(input_ids=one, attention_mask=unpadded(one), position_ids=one, use_cache=False)
-        shapes = [shape for shape, _ in attention.calls]
-        if len(set(shapes)) != 1:
-            raise UserError(
-                f"the layers of {type(policy.inner).__name__} keep different keys; the engine needs equal ones"
-            )
-        return KVShape(len(shapes), *shapes[0]), [arguments for _, arguments in attention.calls]
+            policy.backbone(input_ids=one, attention_mask=unpadded(one), position_ids=one, use_cache=False)
+        shapes = tuple(shape for shape, _ in attention.calls)
+        return KVShape(shapes, attention.dtype), [arguments for _, arguments in attention.calls]
 
     def __enter__(self) -> "ModelRunner":
         self.attention = CachedAttention(self.cache)
@@ -129,7 +128,8 @@ class ModelRunner:
         self._generating.__exit__(*exception)
 
     def prefill(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
-        """Prefill (ids, how many are cached, pages); returns the last hidden state of each [S, D]."""
+        """Prefill (ids, how many are cached, pages); returns the last hidden state of each [S, D]. Recurrent layers
+        need whole sequences, whose states are then in `states`."""
         spans, ids, positions, slots, wholes, start = [], [], [], [], [], 0
         for tokens, done, pages in sequences:
             own = len(tokens) - done
@@ -143,7 +143,10 @@ class ModelRunner:
         row, ids = PackedRow.of(spans, self.device), torch.tensor(ids, device=self.device)
         goes_on = any(done for _, done, _ in sequences)
         continued = CachedPrefill(spans, wholes, self.device) if goes_on else None
-        hidden = self.hidden_states(row, ids, self._tensor(*positions), self._tensor(*slots), continued)
+        assert not (self.recurrent and goes_on)
+        states = PrefillStates.of(spans, self.policy.config, self.device) if self.recurrent else None
+        hidden = self.hidden_states(row, ids, self._tensor(*positions), self._tensor(*slots), continued, states)
+        self.states = [None] * len(spans) if states is None else states.split()
         return hidden[[span.start + span.length - 1 for span in spans]]
 
     def prefill_answers(self, prompts: list[tuple[list[int], list[tuple[list[int], list[int]]]]]) -> None:
@@ -178,18 +181,26 @@ class ModelRunner:
         positions_T: Tensor,
         slot_mapping_T: Tensor,
         continued: CachedPrefill | SinglePart | None = None,
+        states: PrefillStates | None = None,
     ) -> Tensor:
-        self.attention.begin(PrefillMetadata(row, slot_mapping_T, continued))
+        self.attention.begin(PrefillMetadata(row, slot_mapping_T, continued, states))
         return self._hidden(ids_T[None], positions_T[None], slot_mapping_T)[0]
 
-    def decode(self, tokens_B: Tensor, positions_B: Tensor, tables_BP: Tensor, idle_B: Tensor | None = None) -> Tensor:
+    def decode(
+        self,
+        tokens_B: Tensor,
+        positions_B: Tensor,
+        tables_BP: Tensor,
+        idle_B: Tensor | None = None,
+        states: DecodeStates | None = None,
+    ) -> Tensor:
         """The next hidden state of every sequence [B, D], from its newest token. Idle ones write to page 0."""
         size = self.cache.size
         page = tables_BP.gather(1, (positions_B // size)[:, None])[:, 0]
         if idle_B is not None:
             page = page.masked_fill(idle_B, 0)
         slots = page * size + positions_B % size
-        self.attention.begin(DecodeMetadata(slots, tables_BP, positions_B + 1))
+        self.attention.begin(DecodeMetadata(slots, tables_BP, positions_B + 1, states))
         return self._hidden(tokens_B[:, None], positions_B[:, None], slots)[:, 0]
 
     def decode_from(self, decode_inputs: "DecodeInputs", tables_BP: Tensor) -> Tensor:
@@ -215,7 +226,7 @@ class ModelRunner:
                     raise
                 self.fused = None  # the modules overwrite the same positions
         inputs = {"input_ids": ids, "attention_mask": unpadded(ids), "position_ids": positions}
-        return self.policy.inner.base_model(**inputs, use_cache=False).last_hidden_state
+        return self.policy.backbone(**inputs, use_cache=False).last_hidden_state
 
     def slots(self, pages: list[int], length: int) -> np.ndarray:
         size, token = self.cache.size, np.arange(length)
@@ -239,9 +250,9 @@ READ = 9  # tokens of the self-check's prefill, before one decode step
 def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], page: int) -> FusedLayers | None:
     """The policy's fused layers, if the device has kernels, the model is supported and the self-check passes. `page`:
     tokens of a page."""
-    backbone = policy.inner.base_model
+    backbone = policy.backbone
     # Fused projections split query, key and value into heads of one width.
-    if shape.key_width != shape.value_width or not has_kernels(policy.device) or not is_llama_like(backbone):
+    if shape.width is None or not has_kernels(policy.device) or not is_llama_like(backbone):
         return None
     used = ("scaling", "sliding_window", "softcap")
     # In fp32 the trainer has another kernel for whole rows.

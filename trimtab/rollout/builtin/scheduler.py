@@ -8,6 +8,7 @@ its pages and waits for a new prefill. The tokens that it has sampled are kept.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +62,7 @@ class PromptState:
     waiting: int  # samples not yet admitted
     pages: list[int] = field(default_factory=list)  # held while samples wait; empty: no prefill yet, or freed
     cached: int = 0  # length of the prefix that was in the prefix cache
+    states: Any = None  # of recurrent layers, while samples wait
 
 
 @dataclass(eq=False)
@@ -78,6 +80,7 @@ class SequenceState:
     sampling: SamplingParams
     likely: tuple[GrowingArray, GrowingArray] | None = None  # alternatives and their log-probs, if requested
     pages: list[int] = field(default_factory=list)
+    states: Any = None  # of recurrent layers, while it runs
     before: int = field(init=False)  # KV positions before those of its new tokens: all of its prompt but one
 
     def __post_init__(self) -> None:

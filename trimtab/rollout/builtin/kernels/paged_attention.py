@@ -25,13 +25,13 @@ def _of_values(place, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
 
 @triton.jit
 def _decode(
-    query, keys, values, tables, lengths, out, peaks, sums,
+    query, keys, values, tables, lengths, sinks, out, peaks, sums,
     query_row, query_head, page_stride, token_stride, head_stride, table_row, out_row, out_head,
     scale, softcap, window,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_COLUMNS: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAPPED: tl.constexpr, LOWEST: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr, OVERLAPPED: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     # KV heads are neighbours in the launch order: they read the same pages at the same time.
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -39,6 +39,8 @@ def _decode(
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0)
+        if CHUNKED:
+            first = (length - 1) // window * window
     begin, last = first // BLOCK, (length + BLOCK - 1) // BLOCK
     share = (last - begin + SPLITS - 1) // SPLITS
     begin += split * share
@@ -57,6 +59,10 @@ def _decode(
     q = tl.load(query + row.to(tl.int64) * query_row + heads[:, None] * query_head + column[None, :], kept, 0.0)
     peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # one more key, with the value 0, in the first part
+        sink = tl.load(sinks + heads, member < GROUP, 0.0).to(tl.float32) * 1.4426950408889634
+        peak = tl.where(split == 0, sink, peak)
+        total = tl.where(split == 0, total + 1.0, total)
     mixed = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
     for block in range(begin, end):
         token = block * BLOCK + tl.arange(0, BLOCK)
@@ -105,10 +111,12 @@ def paged_attention(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """`keys`, `values`: one layer's [pages, tokens a page, heads, width], whose widths may differ; `lengths_B`: of the
-    sequences, 1 or more."""
+    sequences, 1 or more; `chunk`: instead of a window; `sinks`: a score for each query head."""
     rows, heads, width = query_BHD.shape
     kv_heads, page, value_width = keys.shape[2], keys.shape[1], values.shape[3]
     assert query_BHD.stride(2) == keys.stride(3) == values.stride(3) == 1
@@ -126,12 +134,13 @@ def paged_attention(
     # In half precision the blocks of the trainer's attention; never more than 16 KiB of keys, or of values, at once.
     block = BLOCK if half else min(BLOCK, 2**14 // (max(columns, value_columns) * keys.element_size()))
     _decode[kv_heads, rows, splits](
-        query_BHD, keys, values, tables_BP, lengths_B, parts, peaks, sums,
+        query_BHD, keys, values, tables_BP, lengths_B, query_BHD if sinks is None else sinks, parts, peaks, sums,
         query_BHD.stride(0), query_BHD.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), tables_BP.stride(0),
-        parts.stride(0), parts.stride(1), scale * LOG2_E, (softcap or 0.0) * LOG2_E, window or 0,
+        parts.stride(0), parts.stride(1), scale * LOG2_E, (softcap or 0.0) * LOG2_E, chunk or window or 0,
         GROUP=group, ROWS=max(LEAST_DOT, triton.next_power_of_2(group)), WIDTH=width,
         COLUMNS=columns, VALUE_WIDTH=value_width, VALUE_COLUMNS=value_columns, PAGE=page, BLOCK=block, SPLITS=splits,
-        CAPPED=softcap is not None, WINDOWED=window is not None,
+        CAPPED=softcap is not None, WINDOWED=(chunk or window) is not None, CHUNKED=chunk is not None,
+        SINKS=sinks is not None,
         PRECISION="tf32" if half else "ieee", LOWEST=LOWEST,
         num_warps=2, num_stages=3 if columns <= 64 else 2, **overlapped(query_BHD.device),
     )  # fmt: skip
