@@ -9,7 +9,7 @@ comma := ,
 # A file's tests stay together: they share what was slow to make.
 ON_BOTH_CORES := -n 2 --dist loadfile
 
-.PHONY: quickstart tour test test-quick test-long golden test-vllm test-vllm-long lint docs wheel bench
+.PHONY: quickstart tour test test-quick test-families test-long golden test-vllm test-vllm-long lint docs wheel bench
 .DELETE_ON_ERROR:
 
 quickstart: $(INSTALLED)
@@ -24,6 +24,10 @@ test: $(INSTALLED_FOR_TESTS)
 # For every edit: the mathematics, options and data, and a tiny run of every verb.
 test-quick: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m pytest $(ON_BOTH_CORES) tests/algos tests/config tests/data tests/test_*.py tests/cli/test_every_verb.py
+
+# Every causal family of the installed transformers, tiny.
+test-families: $(INSTALLED_FOR_TESTS)
+	$(BIN)/python -m pytest $(ON_BOTH_CORES) -m "long or not long" tests/models/test_families.py
 
 test-long: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m pytest -m "long and not vllm"
