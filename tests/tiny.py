@@ -96,7 +96,8 @@ VARIANT_FAMILIES = {  # sinks; chunks; keys that layers share; layers with keys 
     | {"laurel_rank": 4, "num_kv_shared_layers": 1, "num_hidden_layers": 3, "sliding_window": 5, "altup_num_inputs": 2}
     | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     | {"intermediate_size": [64] * 3, "activation_sparsity_pattern": [0.0] * 3},
-    "gemma4_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+    "gemma4_text": {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+    | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
 }
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
 DELTA = LINEAR | dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2)

@@ -16,9 +16,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.samples import batch_of, random_examples
 from tests.tiny import COMMON, FAMILIES, RECURRENT_FAMILIES, VARIANT_FAMILIES, tiny_model
+from trimtab.config.jobs import SFTOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
 from trimtab.models import attention, selfcheck
+from trimtab.models.activation_memory import enable_gradient_checkpointing
 from trimtab.models.policy import Policy
 from trimtab.models.reward import RewardModel
 from trimtab.models.selfcheck import choose_path
@@ -101,6 +103,23 @@ def test_packed_and_padded_paths_give_the_same_gradients(family):
     for name, gradient in gradients[0].items():
         scale = gradient.abs().max().clamp(min=1e-6)
         assert (gradient - gradients[1][name]).abs().max() / scale < 1e-4, name
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_layers_with_a_state_are_computed_again_in_the_backward_pass(family):
+    batch, gradients = batch_of([12, 3, 11, 7]), []
+    for again in (False, True):
+        policy = Policy(tiny_model(family))
+        choose_path(policy)
+        if again:
+            enable_gradient_checkpointing(policy, SFTOptions(gradient_checkpointing=True))
+            policy.train()
+        policy(batch).log_probs_N.sum().backward()
+        policy.inner.set_attn_implementation("eager")
+        policy.inner(input_ids=batch.ids_T[None, :5], use_cache=False)  # plain, though the last row is still known
+        gradients.append({n: p.grad for n, p in policy.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name])
 
 
 UNPACKED = {

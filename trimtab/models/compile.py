@@ -35,7 +35,7 @@ from trimtab.interrupts import unheard_by_children
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import PackedPass, carried
 from trimtab.models.fused_layer import FusedLayer, FusedNorm, is_llama_like, lora_linear, modules_of_layers
-from trimtab.models.packed import PackedModel, has_dropout, learned_positions, scoring
+from trimtab.models.packed import PackedModel, backbone_of, has_dropout, learned_positions, scoring
 from trimtab.models.reward import RewardOutput
 from trimtab.models.selfcheck import probe_batch
 
@@ -110,7 +110,7 @@ def compile_layers(
 def fuse_layers(root: PackedModel, device: torch.device) -> str:
     """Run the layers of a Llama-like model in bf16 by the kernels that the built-in engine uses (fused_layer.py).
     Returns why not; empty: they do."""
-    backbone = root.backbone
+    backbone = backbone_of(root.inner)
     weight = next(root.inner.parameters())
     if not overlaps_launches(device) or weight.dtype != torch.bfloat16:
         return "it needs bf16, Triton and compute capability 9.0 (H100, H200)"

@@ -43,6 +43,11 @@ class RowStates:
         return values if self.located is None else self.located.gather(values)
 
 
+def backbone_of(causal: nn.Module) -> nn.Module:
+    """A Hugging Face model without its head."""
+    return causal.model if causal.base_model is causal else causal.base_model  # Llama 4's prefix names nothing
+
+
 class PackedModel(nn.Module):
     """A root module: a Hugging Face model (or a PEFT model around one), with access to its hidden states."""
 
@@ -61,12 +66,6 @@ class PackedModel(nn.Module):
     def inner(self) -> nn.Module:
         """The Hugging Face model, with adapters inside if there are any."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The Hugging Face model without its head."""
-        inner = self.inner
-        return inner.model if inner.base_model is inner else inner.base_model  # Llama 4's prefix names nothing
 
     @property
     def config(self):
@@ -127,7 +126,7 @@ class PackedModel(nn.Module):
             arguments["output_router_logits"] = True
         away = self.activations if torch.is_grad_enabled() else None
         with contextlib.nullcontext() if away is None else away.instead():
-            return self.backbone(**arguments, use_cache=False)
+            return backbone_of(self.inner)(**arguments, use_cache=False)
 
     def sum_over_row(self, values: Tensor) -> Tensor:
         """Sum over the processes that share a row."""

@@ -165,6 +165,8 @@ class DecodeMetadata:
 class CachedAttention:
     """Attention of all layers to one KV cache, in the pass that was begun last."""
 
+    is_begun = True
+
     def __init__(self, cache: KVCache):
         self.cache = cache
         self._pass: PrefillMetadata | DecodeMetadata | None = None
@@ -177,8 +179,6 @@ class CachedAttention:
             self._window = None
         elif self._window is None or self._window.tables_BP is not current.tables_BP:
             self._window = GatheredKV(self.cache, current.tables_BP)
-
-    is_begun = True
 
     def mix(self, module: nn.Module, run: Run, hidden: Tensor) -> Tensor:
         """Run a recurrent module on the sequences of the pass."""
@@ -284,12 +284,12 @@ class CachedAttention:
 class AttentionProbe:
     """Takes the place of a model's attention to record its shapes and arguments."""
 
+    is_begun = True
+
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[int, int, int], Arguments]] = []
         """For each call: the shape of a token's KV (heads, key width, value width), and its arguments."""
         self.dtype = torch.float32
-
-    is_begun = True
 
     def mix(self, module: nn.Module, run: Run, hidden: Tensor) -> Tensor:
         return run(hidden, None)

@@ -371,7 +371,8 @@ class BuiltinSession(TokenSession):
         prefill.run(admissions)
         self.engine.prefilled_tokens, prefill.tokens = self.engine.prefilled_tokens + prefill.tokens, 0
         fresh, finished = [a.sample for a in admissions if not a.sample.ids], []
-        keep_states(fresh, [sample.prompt.states for sample in fresh])
+        first = [a.sample for a in admissions if len(a.sample.ids) <= 1 and a.sample.prompt.states is not None]
+        keep_states(first, [sample.prompt.states for sample in first])
         if fresh:
             hidden = torch.stack([prefill.hidden[s.prompt] for s in fresh])
             samplers = self._samplers

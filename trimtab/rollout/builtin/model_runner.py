@@ -15,6 +15,7 @@ from trimtab.data.batches import Span
 from trimtab.distributed.device import widest
 from trimtab.models.attention import PackedRow, carry, unpadded
 from trimtab.models.lm_head import shaped_logits, whole_logits
+from trimtab.models.packed import backbone_of
 from trimtab.models.policy import Policy
 from trimtab.models.recurrent import recurrent_modules
 from trimtab.rollout.builtin.attention import (
@@ -113,7 +114,7 @@ class ModelRunner:
         attention = AttentionProbe()
         with generating(policy, attention):
             one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
-            policy.backbone(input_ids=one, attention_mask=unpadded(one), position_ids=one, use_cache=False)
+            backbone_of(policy.inner)(input_ids=one, attention_mask=unpadded(one), position_ids=one, use_cache=False)
         shapes = tuple(shape for shape, _ in attention.calls)
         return KVShape(shapes, attention.dtype), [arguments for _, arguments in attention.calls]
 
@@ -226,7 +227,7 @@ class ModelRunner:
                     raise
                 self.fused = None  # the modules overwrite the same positions
         inputs = {"input_ids": ids, "attention_mask": unpadded(ids), "position_ids": positions}
-        return self.policy.backbone(**inputs, use_cache=False).last_hidden_state
+        return backbone_of(self.policy.inner)(**inputs, use_cache=False).last_hidden_state
 
     def slots(self, pages: list[int], length: int) -> np.ndarray:
         size, token = self.cache.size, np.arange(length)
@@ -250,7 +251,7 @@ READ = 9  # tokens of the self-check's prefill, before one decode step
 def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], page: int) -> FusedLayers | None:
     """The policy's fused layers, if the device has kernels, the model is supported and the self-check passes. `page`:
     tokens of a page."""
-    backbone = policy.backbone
+    backbone = backbone_of(policy.inner)
     # Fused projections split query, key and value into heads of one width.
     if shape.width is None or not has_kernels(policy.device) or not is_llama_like(backbone):
         return None
