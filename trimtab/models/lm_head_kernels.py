@@ -59,8 +59,8 @@ def joined(peaks, sums, row, COUNT: tl.constexpr, COUNT_ROUNDED: tl.constexpr):
 
 @triton.jit
 def _read(
-    raw, places, peaks, sums, mixes, normalisers, chosen, means, row_stride, scale, softcap, temperature, heat_stride,
-    SHAPED: tl.constexpr, CAPPED: tl.constexpr, MEANS: tl.constexpr, BY_ROW: tl.constexpr,
+    raw, places, peaks, sums, mixes, normalisers, chosen, means, row_stride, scale, softcap, temperature,
+    SHAPED: tl.constexpr, CAPPED: tl.constexpr, MEANS: tl.constexpr,
     COUNT: tl.constexpr, COUNT_ROUNDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -124,7 +124,8 @@ def read_logits(
     raw_NV: Tensor, places_N: Tensor, scale: float, softcap: float | None, temperature: float, *, means: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The shaped logit of every row's target, log Z and, with `means`, E[z]."""
-    found_3NS, shape, switches = stretches(raw_NV, scale, softcap, temperature, means=means)
+    found_3NS, (*shape, _), switches = stretches(raw_NV, scale, softcap, temperature, means=means)
+    del switches["BY_ROW"]
     chosen_N, normalisers_N = torch.empty(2, len(raw_NV), dtype=torch.float32, device=raw_NV.device)
     means_N = torch.empty_like(chosen_N) if means else None
     _read[len(raw_NV),](

@@ -20,8 +20,9 @@ from trimtab.distributed.process_group import group_reduce
 from trimtab.distributed.supervision import own_heartbeat
 from trimtab.models import recurrent
 from trimtab.models.activation_memory import ActivationOffload
-from trimtab.models.attention import AttentionContext, PackedPass, PackedRow, SequenceLengths, token_lengths, unpadded
+from trimtab.models.attention import AttentionContext, PackedPass, PackedRow, unpadded
 from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow, Routers, TokenLocations
+from trimtab.models.rotary import SequenceLengths, token_lengths
 
 Path = Literal["packed", "padded", "logits"]
 

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
 from trimtab.models.activation_memory import layers_of
-from trimtab.models.attention import NAME, ORIGINAL, UnsupportedAttention, register, rotary_limits
+from trimtab.models.attention import NAME, UnsupportedAttention, register
 from trimtab.models.packed import PackedModel, Path, cast_parameters, scoring
 from trimtab.models.recurrent import RecurrentForward
+from trimtab.models.rotary import ORIGINAL, rotary_limits
 
 
 @dataclass(frozen=True)

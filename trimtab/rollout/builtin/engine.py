@@ -21,9 +21,9 @@ from trimtab.distributed.device import free_memory
 from trimtab.distributed.process_group import Peers
 from trimtab.distributed.supervision import own_heartbeat
 from trimtab.errors import UserError
-from trimtab.models.attention import generated_context
 from trimtab.models.policy import Policy
 from trimtab.models.recurrent import recurrent_modules
+from trimtab.models.rotary import generated_context
 from trimtab.rollout.builtin.attention import MOST_TOGETHER
 from trimtab.rollout.builtin.cuda_graphs import CaptureFailed, DecodeGraphs, GraphCache
 from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
@@ -31,7 +31,7 @@ from trimtab.rollout.builtin.linear import Int8Layers
 from trimtab.rollout.builtin.model_runner import ModelRunner, build_fused_layers, is_sharded, sampled_weights
 from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler, SamplerCache, SamplerOutput, same_params
 from trimtab.rollout.builtin.scheduler import PromptState, ScheduledSequence, Scheduler, SequenceState
-from trimtab.rollout.builtin.state_cache import DecodeStates, States, split
+from trimtab.rollout.builtin.state_cache import DecodeStates, States, split_states
 from trimtab.rollout.engine import Engine, TokenSession
 from trimtab.rollout.sampling import (
     SamplingParams,
@@ -444,7 +444,7 @@ class BuiltinSession(TokenSession):
             if seen is not None:
                 seen.scatter_(1, tokens[:, None], True)
         if states is not None:
-            keep_states(running, split(states.cache, len(running)))
+            keep_states(running, split_states(states.cache, len(running)))
         return SamplerOutput.stacked(results)
 
     def _seeds(self, samples: list[SequenceState]) -> Tensor:

@@ -52,7 +52,7 @@ class PrefillStates:
         """Of every sequence, in the order of the row."""
         found: dict[int, States] = {}
         for numbers, _, cache in self.batches:
-            found |= dict(zip(numbers, split(cache, len(numbers))))
+            found |= dict(zip(numbers, split_states(cache, len(numbers))))
         return [found[number] for number in range(len(found))]
 
 
@@ -74,7 +74,7 @@ class DecodeStates:
         return run(hidden, self.cache)
 
 
-def split(cache: DynamicCache, count: int) -> list[States]:
+def split_states(cache: DynamicCache, count: int) -> list[States]:
     """The states of each sequence of a batch."""
     layers = {
         index: layer

@@ -14,10 +14,10 @@ from trimtab.distributed.launcher import Unit
 from trimtab.distributed.ray.placement import RunPaths
 from trimtab.errors import UserError
 from trimtab.files import check_folder
-from trimtab.models.attention import context_in_words, generated_context
 from trimtab.models.packed import PackedModel
 from trimtab.models.parallel.sharded_model import check_parallel_options
 from trimtab.models.pretrained import check_model_folder
+from trimtab.models.rotary import context_in_words, generated_context
 from trimtab.rewards.models import same_tokenizer
 from trimtab.train.launch import check_processes
 from trimtab.train.rl.source import Recording

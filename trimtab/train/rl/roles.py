@@ -29,10 +29,10 @@ from trimtab.distributed.ray.placement import Layout
 from trimtab.distributed.weight_transfer import TransferSender
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
-from trimtab.models.attention import generated_context
 from trimtab.models.load import Loaded, fake_policy, load_policy, load_reward_model
 from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic
+from trimtab.models.rotary import generated_context
 from trimtab.models.weight_export import WeightExport
 from trimtab.plan.layouts import layout_of
 from trimtab.rewards.build import Parts, non_model_rewards, reward_models
