@@ -1,10 +1,10 @@
 """Sampled tokens whose log-prob differs in any bit from the trainer's forward pass, in bf16 with --exact.
 
 A case is SHAPE:ROWS:TOKENS: answers of mixed lengths to prompts of mixed lengths, eight a prompt, at most ROWS at once,
-until there are TOKENS; SHAPE is one of ours (360M, 1.7B, 8B), qwen2 or qwen3. Every second round is a second turn,
-which continues from cached prefixes, and the KV cache is so small that sequences are preempted. The trainer reads all
-of them in two packings: in order with shared prompts, and shuffled in rows of another size. The gap of the model's own
-modules is what training has without --exact.
+until there are TOKENS; SHAPE is one of ours (360M, 1.7B, 8B), qwen2, qwen3 or qwen3_moe. Every second round is a second
+turn, which continues from cached prefixes, and the KV cache is so small that sequences are preempted. The trainer reads
+all of them in two packings, in order with shared prompts, and shuffled in rows of another size; with --packings, the
+first round's in more. The gap of the model's own modules is what training has without --exact.
 
 A case gradients:SHAPE gives the relative error of gradients in bf16 against fp32, by kind of weights, of fused layers
 and of the model's own modules.
@@ -20,7 +20,14 @@ import torch
 from rollouts import policy_of
 from runs import Bench
 from shapes import SHAPES, TINY, make_model
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from trimtab.data.batches import TokenBatch
 from trimtab.models.compile import fuse_layers
@@ -37,12 +44,18 @@ QWEN = {
               "num_key_value_heads": 2, "intermediate_size": 4864}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
               "num_key_value_heads": 8, "intermediate_size": 3072, "head_dim": 128}),
+    # 30B-A3B has 48 layers
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"hidden_size": 2048, "num_hidden_layers": 12,
+                  "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+                  "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}),
 }  # fmt: skip
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", default=["360M:512:1000000"])
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--packings", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and answers: counts of several add up")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters")
     parser.set_defaults(exact=True)
 
@@ -52,12 +65,13 @@ def model_of(name: str, device: torch.device) -> torch.nn.Module:
         kind, config, sizes = QWEN[name]
         torch.manual_seed(0)
         with device:
-            model = kind(config(**sizes, vocab_size=151_936, tie_word_embeddings=True)).to(torch.bfloat16)
+            config = config(**sizes, vocab_size=151_936, tie_word_embeddings=True)
+            model = kind._from_config(config, dtype=torch.bfloat16)
     else:
         model = make_model(SHAPES.get(name, TINY), device)
     with torch.no_grad():
         for weight in model.parameters():  # sharper than at initialisation
-            weight.mul_(1.5) if weight.ndim == 2 else weight.add_(0.1 * torch.randn_like(weight))
+            weight.mul_(1.5) if weight.ndim > 1 else weight.add_(0.1 * torch.randn_like(weight))
     return model
 
 
@@ -82,12 +96,13 @@ def log_probs(policy: Policy, rollouts: list[Trajectory], order: list[int], rows
 
 def measure(bench: Bench, words: str) -> None:
     name, rows, wanted = words.split(":")
-    heat, rng = bench.arguments.temperature, np.random.default_rng(0)
+    heat, rng = bench.arguments.temperature, np.random.default_rng(bench.arguments.seed)
     policy = policy_of(model_of(name, bench.device), bench, bench.arguments.lora).eval()
     room = int(rows) * (LONGEST_PROMPT + LONGEST_ANSWER) // 3
     engine = BuiltinEngine(policy, max_num_seqs=int(rows), kv_tokens=room, prefix_caching=True)
     prompts = max(1, int(rows) // SAMPLES)
-    counts = dict.fromkeys(("tokens", "differ_in_order", "differ_shuffled", "differ_of_modules", "prompt_tokens"), 0)
+    columns = "tokens differ_in_order differ_shuffled differ_in_packings differ_of_modules prompt_tokens"
+    counts = dict.fromkeys(columns.split(), 0)
     gap, rollouts = 0.0, []
     while counts["tokens"] < int(wanted):
         lengths, limits = (rng.integers(1, most + 1, prompts).tolist() for most in (LONGEST_PROMPT, LONGEST_ANSWER))
@@ -106,7 +121,12 @@ def measure(bench: Bench, words: str) -> None:
         ):
             found = log_probs(policy, rollouts, order, size, heat, shared)
             counts[column] += int((found != sampled).sum())
-        if not counts["tokens"]:  # once, for comparison
+        if not counts["tokens"]:
+            for packing in range(bench.arguments.packings):
+                order, size = rng.permutation(len(rollouts)).tolist(), int(rng.integers(1, 64))
+                order = sorted(order) if packing % 2 else order
+                found = log_probs(policy, rollouts, order, size, heat, bool(packing % 2))
+                counts["differ_in_packings"] += int((found != sampled).sum())
             policy.attention.compiled = False
             found = log_probs(policy, rollouts, together, 48, heat, True)
             policy.attention.compiled = True
@@ -131,12 +151,12 @@ def measure_gradients(bench: Bench, name: str) -> None:
         if kind == "fused" and (problem := fuse_layers(policy, bench.device)):
             bench.say(f"{name}: {problem}")
         (-policy(batch).log_probs_N.mean()).backward()
-        found[kind] = {key: weight.grad.double() for key, weight in own.named_parameters()}
+        found[kind] = {key: weight.grad for key, weight in own.named_parameters()}
     squares: dict[str, list[float]] = {}
     for key, true in found["fp32"].items():
         sums = squares.setdefault(".".join(key.split(".")[-2:]), [0.0] * 3)
         for index, other in enumerate((torch.zeros_like(true), found["modules"][key], found["fused"][key])):
-            sums[index] += float((other - true).square().sum())
+            sums[index] += float((other.double() - true.double()).square().sum())
     for group, (whole, modules, fused) in squares.items():
         errors = {"of_modules": (modules / whole) ** 0.5, "of_fused_layers": (fused / whole) ** 0.5}
         bench.row(work=f"gradients {name} {group}", who="trimtab", **errors)

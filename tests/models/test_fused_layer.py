@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.rollout.kernel_device import DEVICE, DTYPE
 from tests.tiny import tiny_model
 from trimtab.config.jobs import SFTOptions
-from trimtab.models import fused_layer, layer_kernels
+from trimtab.models import expert_kernels, fused_layer, layer_kernels
 from trimtab.models.compile import fuse_layers
 from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
@@ -118,10 +118,44 @@ def test_products(rows, biased):
     torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
 
 
+def mixture(x, router, gate_up, down, k, normed):
+    """Of every token by itself."""
+    weights, chosen = (x @ router.t()).softmax(1).topk(k)
+    weights = weights / weights.sum(1, keepdim=True) if normed else weights
+    rows = []
+    for token, own, experts in zip(x, weights, chosen.tolist()):
+        gates = [(gate_up[e] @ token).chunk(2) for e in experts]
+        rows.append(sum(w * (down[e] @ (F.silu(gate) * up)) for w, e, (gate, up) in zip(own, experts, gates)))
+    return [torch.stack(rows)]
+
+
+@pytest.mark.parametrize("tokens, k, normed", [(1, 2, True), (5, 1, False), (40, 3, True), (300, 2, False)])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_mixtures(tokens, k, normed, frozen):
+    def kernel(x, router, gate_up, down):
+        weights, chosen = fused_layer.Route.apply(x @ router.t(), k, normed, x.dtype, None)
+        return [fused_layer.Experts.apply(x, weights, chosen, gate_up, down)]
+
+    stacked = [(0.3 * noise(5, 2 * 40, 24, seed=2)).detach(), (0.3 * noise(5, 24, 40, seed=3)).detach()]
+    given = [noise(tokens, 24), noise(5, 24, seed=1), *(x.requires_grad_(not frozen) for x in stacked)]
+    check_gradients(kernel, lambda *wide: mixture(*wide, k, normed), given)
+    with torch.no_grad():  # gate and up in one kernel
+        torch.testing.assert_close(kernel(*given)[0], mixture(*given, k, normed)[0], atol=2e-5, rtol=2e-5)
+
+
+def test_given_experts_get_their_weights():
+    logits, given = noise(6, 5, learns=False), torch.tensor([[4, 1], [0, 3]] * 3, device=DEVICE)
+    weights, chosen = expert_kernels.route(logits, 2, True, torch.float32, given)
+    shares = logits.softmax(1).gather(1, given)
+    torch.testing.assert_close(weights, shares / shares.sum(1, keepdim=True))
+    assert (chosen == given).all()
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs tensor cores")
 @pytest.mark.parametrize(
-    "family, rank", [("llama", 0), ("mistral", 0), ("qwen2", 0), ("qwen3", 0), ("llama", 16), ("qwen2", 8)]
-)
+    "family, rank", [("llama", 0), ("mistral", 0), ("qwen2", 0), ("qwen3", 0), ("llama", 16), ("qwen2", 8),
+     ("mixtral", 0), ("qwen3_moe", 0)],
+)  # fmt: skip
 def test_sampled_log_probs_are_the_trainers_bit_for_bit(family, rank, monkeypatch):
     monkeypatch.syspath_prepend("benchmarks/h200")
     log_probs = importlib.import_module("exact").log_probs

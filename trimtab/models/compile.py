@@ -34,7 +34,15 @@ from trimtab.errors import UserError
 from trimtab.interrupts import unheard_by_children
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import PackedPass, carried
-from trimtab.models.fused_layer import FusedLayer, FusedNorm, is_llama_like, lora_linear, modules_of_layers
+from trimtab.models.fused_layer import (
+    FusedLayer,
+    FusedNorm,
+    is_llama_like,
+    lora_linear,
+    modules_of_layers,
+    recorded_routes,
+    replayed_routes,
+)
 from trimtab.models.packed import PackedModel, backbone_of, has_dropout, learned_positions, scoring
 from trimtab.models.reward import RewardOutput
 from trimtab.models.selfcheck import probe_batch
@@ -319,7 +327,10 @@ class Comparison:
         if not self.problem:
             slope_TD = torch.arange(hidden_TD.numel(), device=hidden_TD.device).mul(0.7).sin().view_as(hidden_TD)
             slope_TD = slope_TD.to(hidden_TD.dtype)  # an arbitrary gradient
-            theirs, ours = (self._run(layer, call, hidden_TD, slope_TD, others, named) for call in (plain, compiled))
+            with recorded_routes(layer) as routes:
+                theirs = self._run(layer, plain, hidden_TD, slope_TD, others, named)
+            with replayed_routes(routes):
+                ours = self._run(layer, compiled, hidden_TD, slope_TD, others, named)
             self.problem = _difference(ours, theirs, hidden_TD, slope_TD)
         return plain(hidden_TD, *others, **named)
 

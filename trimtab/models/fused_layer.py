@@ -11,6 +11,7 @@ faster and wrong: in half precision a weight does not change by less than half o
 steps change B by less.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+EXPERTS = {"gate_up_proj", "down_proj"}
 
 
 def is_llama_like(backbone: nn.Module) -> bool:
@@ -49,8 +51,22 @@ def _is_known_layer(layer: nn.Module) -> bool:
     norms += [layer.self_attn.q_norm, layer.self_attn.k_norm] if heads_normed else []
     return (
         (heads_normed or _children(layer.self_attn) == ATTENTION)
-        and _children(layer.mlp) == MLP
+        and (_children(layer.mlp) == MLP or is_mixture(layer.mlp))
         and all(hasattr(norm, "variance_epsilon") and norm.weight.ndim == 1 for norm in norms)
+    )
+
+
+def is_mixture(mlp: nn.Module) -> bool:
+    """Softmax over experts, of which the most likely ones are gated MLPs in two stacked tensors."""
+    if _children(mlp) != {"gate", "experts"}:
+        return False
+    router, experts = mlp.gate, mlp.experts
+    return (
+        hasattr(router, "top_k")
+        and _children(router) == set()
+        and router._parameters.keys() | router._buffers.keys() == {"weight"}
+        and experts._parameters.keys() | experts._buffers.keys() == EXPERTS
+        and experts.gate_up_proj.shape[2] == router.weight.shape[1]
     )
 
 
@@ -210,6 +226,8 @@ class FusedLayer:
         norm = layer.post_attention_layernorm
         new = apply_linear(attention.o_proj, mixed.flatten(1))
         stream, x = AddNorm.apply(stream, new, norm.weight, norm.variance_epsilon)
+        if is_mixture(mlp):
+            return (stream + apply_experts(mlp, x))[None]
         inside = Gate.apply(*apply_linears([mlp.gate_proj, mlp.up_proj], x))
         return (stream + apply_linear(mlp.down_proj, inside))[None]
 
@@ -343,3 +361,110 @@ class Gate(torch.autograd.Function):
         from trimtab.models import layer_kernels
 
         return layer_kernels.gate_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+# ---- mixtures of experts
+
+
+def apply_experts(mlp: nn.Module, x_TD: Tensor) -> Tensor:
+    router, experts = mlp.gate, mlp.experts
+    logits = linear(x_TD, router.weight, None)
+    normed = getattr(router, "norm_topk_prob", True)
+    dtype = x_TD.dtype if hasattr(router, "norm_topk_prob") else torch.float32  # Mixtral's are not rounded
+    replayed: Iterator[Tensor] | None = vars(router).get("replayed")
+    given = None if replayed is None else next(replayed)
+    weights, chosen = Route.apply(logits, router.top_k, normed, dtype, given)
+    return Experts.apply(x_TD, weights, chosen, experts.gate_up_proj, experts.down_proj)
+
+
+@contextlib.contextmanager
+def recorded_routes(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor]]]:
+    """Record the experts that the routers' modules choose, call by call. Two experts are often equally likely in bf16,
+    so two correct layers may choose differently."""
+    found: dict[nn.Module, list[Tensor]] = {mlp.gate: [] for mlp in model.modules() if is_mixture(mlp)}
+    hooks = [
+        router.register_forward_hook(lambda module, _, out: found[module].append(out[2].detach())) for router in found
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def replayed_routes(found: dict[nn.Module, list[Tensor]]) -> Iterator[None]:
+    """Let fused layers choose the recorded experts, call by call."""
+    for router, choices in found.items():
+        router.replayed = iter(choices)
+    try:
+        yield
+    finally:
+        for router in found:
+            del router.replayed
+
+
+class Route(torch.autograd.Function):
+    """Weights and numbers of the most likely experts, or of those that are given."""
+
+    @staticmethod
+    def forward(ctx, logits, k, normed, dtype, given):
+        from trimtab.models import expert_kernels
+
+        weights, chosen = expert_kernels.route(logits, k, normed, dtype, given)
+        ctx.save_for_backward(logits, chosen)
+        ctx.normed = normed
+        ctx.mark_non_differentiable(chosen)
+        return weights, chosen
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_TK, _):
+        logits, chosen = ctx.saved_tensors
+        share_TE = logits.float().softmax(1)
+        picked_TK = share_TE.gather(1, chosen.long())
+        grad_TK = grad_TK.float()
+        if ctx.normed:
+            total = picked_TK.sum(1, keepdim=True)
+            grad_TK = (grad_TK - (grad_TK * picked_TK).sum(1, keepdim=True) / total) / total
+        weighted_TK = grad_TK * picked_TK
+        back = -share_TE * weighted_TK.sum(1, keepdim=True)
+        return back.scatter_add_(1, chosen.long(), weighted_TK).to(logits.dtype), None, None, None, None
+
+
+class Experts(torch.autograd.Function):
+    """Sums of the chosen experts' gated MLPs. No token is dropped, whatever the balance."""
+
+    @staticmethod
+    def forward(ctx, x, weights, chosen, gate_up, down):
+        from trimtab.models import expert_kernels, layer_kernels
+
+        k = chosen.shape[1]
+        order, starts = expert_kernels.sort_slots(chosen, len(gate_up))
+        product = expert_kernels.grouped_product
+        if any(ctx.needs_input_grad):
+            both = product(x, gate_up, order, starts, k=k, gathered=True)
+            inside = layer_kernels.gated(*both.chunk(2, 1))
+            ctx.save_for_backward(x, weights, gate_up, down, both, order, starts)
+        else:
+            inside = product(x, gate_up, order, starts, k=k, gathered=True, gated=True)
+        return expert_kernels.combine(product(inside, down, order, starts, scattered=True), weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        from trimtab.models import expert_kernels
+
+        x, weights, gate_up, down, both, order, starts = ctx.saved_tensors
+        needs_x, _, _, needs_gate_up, needs_down = ctx.needs_input_grad
+        tokens, ends = order // weights.shape[1], starts[1:]
+        grad_SD = grad[tokens]
+        grad_inside = F.grouped_mm(grad_SD, down, offs=ends)
+        grad_both, weighted, grad_weights = expert_kernels.experts_gate_backward(grad_inside, both, weights, order)
+        grad_down = F.grouped_mm(grad_SD.t(), weighted, offs=ends) if needs_down else None
+        grad_gate_up = F.grouped_mm(grad_both.t(), x[tokens], offs=ends) if needs_gate_up else None
+        back = None
+        if needs_x:
+            rows = F.grouped_mm(grad_both, gate_up, offs=ends)
+            back = expert_kernels.sum_of_slots(rows, order, weights.shape[1])
+        return back, grad_weights.to(weights.dtype), None, grad_gate_up, grad_down

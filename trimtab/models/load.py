@@ -321,6 +321,8 @@ def fuse_if_exact(module: PackedModel, options: ModelOptions, device: Device, me
     hindrance = "--compile on" if options.compile == "on" else options.not_compiled
     if options.gradient_checkpointing and options.gradient_checkpointing_keep != "nothing":
         hindrance = "--gradient_checkpointing_keep"
+    if getattr(options, "aux_loss_coef", 0.0) > 0:
+        hindrance = "--aux_loss_coef"
     if mesh.size > 1:
         hindrance = "several processes"
     problem = f"it does not work with {hindrance}" if hindrance else fuse_layers(module, device.torch)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from trimtab.models.fused_layer import LoraLinear, apply_linear, head_norms, lora_linear
+from trimtab.models.fused_layer import LoraLinear, apply_experts, apply_linear, head_norms, is_mixture, lora_linear
 from trimtab.models.pretrained import first_line
 from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
 from trimtab.rollout.builtin.linear import int8_weights
@@ -90,8 +90,14 @@ class FusedLayers:
             norm = layer.post_attention_layernorm
             new = linear_partials(attention.o_proj, mixed.flatten(1), exact=self.exact)
             x = fused_add_rms_norm(new, stream, norm.weight, norm.variance_epsilon)
-            new = linear_partials(layer.mlp.down_proj, gate_up(layer.mlp, x), exact=self.exact)
+            new = self.run_mlp(layer.mlp, x)
         return fused_add_rms_norm(new, stream, backbone.norm.weight, backbone.norm.variance_epsilon)
+
+    def run_mlp(self, mlp: nn.Module, x_TD: Tensor) -> Tensor:
+        """The MLP's output [T, D], or parts of it."""
+        if is_mixture(mlp):
+            return apply_experts(mlp, x_TD)
+        return linear_partials(mlp.down_proj, gate_up(mlp, x_TD), exact=self.exact)
 
 
 def qkv_rope(
@@ -235,7 +241,6 @@ def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[]
     like = fused.embedding_VD
     stream = like.new_zeros(rows, like.shape[1])
     mixed = like.new_zeros(rows, attention.o_proj.in_features)
-    inside = like.new_zeros(rows, mlp.down_proj.in_features)
     zeros = torch.zeros(rows, dtype=torch.int64, device=like.device)
     keys, values = cache.keys[0], cache.values[0]
     width = keys.shape[-1]
@@ -253,7 +258,13 @@ def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[]
         normed(None),
         lambda: normed(linear_partials(attention.o_proj, mixed, exact=fused.exact))(),
         lambda: qkv_rope(attention, stream, fused.angles(zeros), keys, values, zeros),
-        lambda: gate_up(mlp, stream),
-        lambda: linear_partials(mlp.down_proj, inside, exact=fused.exact),
+        *_launches_of_mlp(fused, mlp, stream),
         attended,
     ]
+
+
+def _launches_of_mlp(fused: FusedLayers, mlp: nn.Module, stream_TD: Tensor) -> list[Callable[[], object]]:
+    if is_mixture(mlp):
+        return [lambda: apply_experts(mlp, stream_TD)]
+    inside = stream_TD.new_zeros(len(stream_TD), mlp.down_proj.in_features)
+    return [lambda: gate_up(mlp, stream_TD), lambda: linear_partials(mlp.down_proj, inside, exact=fused.exact)]

@@ -42,7 +42,7 @@ from torch import nn
 
 from trimtab.distributed.device import has_kernels
 from trimtab.models.compile import off_by
-from trimtab.models.fused_layer import is_llama_like
+from trimtab.models.fused_layer import is_llama_like, recorded_routes, replayed_routes
 from trimtab.models.pretrained import first_line
 from trimtab.rollout.builtin.fused_layers import FusedLayers, precompile
 
@@ -272,12 +272,14 @@ def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], pa
 
 @torch.no_grad()
 def passes_self_check(fused: FusedLayers, policy: Policy, shape: KVShape, page: int) -> bool:
-    with _streams(fused.backbone) as passes:
+    with _streams(fused.backbone) as passes, recorded_routes(fused.backbone) as routes:
         expected = _few_hidden_states(policy, _memory(shape, page, policy.device), None)
     followed = CheckedLayers(fused, passes)
-    found = _few_hidden_states(policy, _memory(shape, page, policy.device), followed)
+    with replayed_routes(routes):
+        found = _few_hidden_states(policy, _memory(shape, page, policy.device), followed)
     ends = _is_close(found, expected, torch.zeros_like(expected))
-    whole = _few_hidden_states(policy, _memory(shape, page, policy.device), fused).float() - expected.float()
+    with replayed_routes(routes):
+        whole = _few_hidden_states(policy, _memory(shape, page, policy.device), fused).float() - expected.float()
     # Over all layers, with accumulated rounding errors.
     return followed.same and ends and bool(whole.norm() <= WHOLE_TOLERANCE * expected.float().norm())
 

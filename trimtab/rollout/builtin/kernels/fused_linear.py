@@ -361,4 +361,5 @@ def _tiles_of_one_part(rows: int, inner: int, outputs: int) -> LinearTiles:
     height, lines = _height(rows), TILE
     while lines > 16 and outputs // lines * triton.cdiv(rows, height) < PROCESSORS - 4:
         lines //= 2
-    return LinearTiles(height, lines, 128 if inner % 128 == 0 else 64, 1, 8, swapped=False)
+    step = next((size for size in (256, 128) if inner % size == 0), 64)
+    return LinearTiles(height, lines, step, 1, 8, swapped=False)
