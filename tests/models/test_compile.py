@@ -224,7 +224,7 @@ def test_layers_that_cannot_be_fused_stay_as_they_are(family):
     assert not policy.attention.fused and [vars(module).get("forward") for module in policy.modules()] == before
 
 
-@pytest.mark.parametrize("family", ["mamba", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["mamba", "gpt2", "qwen2_moe"])
 def test_layers_unlike_llamas_are_refused_by_name(family, monkeypatch):
     monkeypatch.setattr(compiled, "overlaps_launches", lambda device: True)
     policy = policy_of(family).to(torch.bfloat16)

@@ -67,6 +67,7 @@ def is_mixture(mlp: nn.Module) -> bool:
         and router._parameters.keys() | router._buffers.keys() == {"weight"}
         and experts._parameters.keys() | experts._buffers.keys() == EXPERTS
         and experts.gate_up_proj.shape[2] == router.weight.shape[1]
+        and not hasattr(experts.gate_up_proj, "placements")  # split over processes
     )
 
 
