@@ -52,9 +52,15 @@ def test_what_does_not_parse_stays_text(tokenizer, inside):
 
 def test_thoughts_are_apart_and_call_nothing(tokenizer):
     for opening in ("<think>", ""):  # a prompt may have opened it
-        message = parsed(tokenizer, f"{opening}\n{call('add', {})}\n</think>\n\nFour.<|im_end|>")
+        prefix = [] if opening else tokenizer.encode("<think>")  # the template may have begun the thought
+        message = parsed(tokenizer, f"{opening}\n{call('add', {})}\n</think>\n\nFour.<|im_end|>", prefix=prefix)
         assert message["content"] == "Four." and "tool_calls" not in message
         assert message["reasoning_content"] == call("add", {})
+        assert parsed(tokenizer, f"{opening}so", prefix=prefix) == {
+            "role": "assistant",
+            "reasoning_content": "so",
+            "content": "",
+        }
 
 
 def test_a_tokenizer_with_a_response_template_is_asked(tokenizer):

@@ -1,12 +1,11 @@
 """Every endpoint answers with what the engine draws by itself, in the form that clients insist on."""
 
-import json
-
 import numpy as np
 import pytest
+import torch
 from transformers import ByT5Tokenizer
 
-from tests.server.running import CONTEXT, TEMPLATE, Scripted, engine, running, tokenizer
+from tests.server.running import CONTEXT, TEMPLATE, Scripted, engine, plain_model, running, tokenizer
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.sessions import ServedPolicy, stream_seed
@@ -125,25 +124,6 @@ def test_one_seed_draws_otherwise_in_another_session_or_turn_and_alike_when_aske
     assert drawn("a") != drawn("a")
 
 
-def test_a_stream_says_the_same_in_pieces(server):
-    whole = server.chat(HELLO, max_tokens=8, seed=5, return_token_ids=True)
-    reply = server.post(
-        "/v1/chat/completions",
-        {"messages": HELLO, "max_tokens": 8, "seed": 5, "stream": True, "return_token_ids": True},
-        stream_options={"include_usage": True},
-    )
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    lines = [line.removeprefix("data: ") for line in reply.text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    chunks = [json.loads(line) for line in lines[:-1]]
-    assert all(chunk["object"] == "chat.completion.chunk" for chunk in chunks)
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
-    assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
-    assert chunks[1]["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
-    assert chunks[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
-    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
-
-
 def test_text_is_tokenised_as_it_would_be_read(server):
     body = server.post("/tokenize", messages=HELLO, model="tiny").json()
     assert body["tokens"] == rendered(HELLO) and body["count"] == len(rendered(HELLO))
@@ -216,3 +196,53 @@ def test_a_tokenizer_that_refuses_what_is_no_token_is_asked_for_what_is_drawn():
     policy = ServedPolicy("tiny", ByT5Tokenizer(), ServerDefaults((), 500), 64)
     policy.name_all()
     assert policy.names[ord("C") + 3] == ("C", '"C"')
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_echoed_prompts_have_the_log_probs_of_plain_transformers(server, limit):
+    texts, ids = ["what is the answer", "to this"], [5, 6, 7, 8, 250]
+    prompts = [*map(tokenizer().encode, texts), ids, [9]]
+    fields = {"echo": True, "logprobs": 1, "max_tokens": limit, "temperature": 0, "return_token_ids": True}
+    choices = server.post("/v1/completions", prompt=texts, **fields).json()["choices"]
+    choices += server.post("/v1/completions", prompt=prompts[2:], **fields).json()["choices"]
+    for prompt, choice in zip(prompts, choices, strict=True):
+        found, drawn = choice["logprobs"], choice["token_ids"]
+        with torch.no_grad():
+            logits = plain_model()(torch.tensor([[*prompt, *drawn]])).logits[0].float()
+        expected = logits.log_softmax(-1)[:-1]
+        own = expected[torch.arange(len(expected)), torch.tensor([*prompt, *drawn][1:], dtype=torch.long)]
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        assert np.allclose(found["token_logprobs"][1:], own.numpy(), atol=1e-4)
+        best = [max(likely.values()) for likely in found["top_logprobs"][1:]]
+        assert np.allclose(best, expected.amax(-1).numpy(), atol=1e-4)
+        # Whoever asks whether a token of the prompt is the likeliest compares the numbers.
+        greedy = [value == most for value, most in zip(found["token_logprobs"][1:], best)][: len(prompt) - 1]
+        assert greedy == (expected.argmax(-1)[: len(prompt) - 1] == torch.tensor(prompt[1:], dtype=torch.long)).tolist()
+        assert len(found["tokens"]) == len(found["text_offset"]) == len(prompt) + len(drawn)
+        assert len(drawn) <= limit
+    assert [choice["text"][: len(text)] for text, choice in zip(texts, choices)] == texts
+
+
+def test_a_likeliest_token_of_a_prompt_is_known_by_its_log_prob(server):
+    """Of a prompt that continues as the model would, every token is; and its length may be all that the model reads."""
+    drawn = server.post("/v1/completions", prompt=[5], temperature=0, max_tokens=CONTEXT - 1, ignore_eos=True)
+    fields = {"prompt": "what", "temperature": 0, "max_tokens": 20, "return_token_ids": True, "ignore_eos": True}
+    (choice,) = server.post("/v1/completions", fields).json()["choices"]
+    ids = choice["prompt_token_ids"] + choice["token_ids"]
+    fields = {"prompt": ids, "echo": True, "logprobs": 5, "max_tokens": 0, "temperature": 0}
+    (choice,) = server.post("/v1/completions", fields).json()["choices"]
+    log_probs, likely = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+    assert [own == max(top.values()) for own, top in zip(log_probs[-20:], likely[-20:])] == [True] * 20
+    assert drawn.status_code == 200 and len(choice["logprobs"]["tokens"]) == len(ids)
+    whole = server.post("/v1/completions", prompt=[5] * CONTEXT, echo=True, logprobs=0, max_tokens=0).json()
+    assert len(whole["choices"][0]["logprobs"]["token_logprobs"]) == CONTEXT
+    assert whole["usage"]["completion_tokens"] == 0 and whole["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+def test_log_probs_of_prompts_are_those_at_the_temperature(server):
+    fields = {"prompt": [5, 6, 7], "echo": True, "logprobs": 0, "max_tokens": 0, "temperature": 0.5}
+    found = server.post("/v1/completions", fields).json()["choices"][0]["logprobs"]["token_logprobs"]
+    with torch.no_grad():
+        logits = plain_model()(torch.tensor([[5, 6, 7]])).logits[0].float() / 0.5
+    expected = logits.log_softmax(-1)[torch.arange(2), torch.tensor([6, 7])]
+    assert np.allclose(found[1:], expected.numpy(), atol=1e-4)

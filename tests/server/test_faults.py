@@ -59,7 +59,9 @@ WRONG_OF_CHAT = {  # values of a field
     "presence_penalty": [1],
     "tools": [[{"name": "add"}], "add"],
     "response_format": [{"type": "json_object"}],
-    "stream_options": [1],
+    "stream": [1, "true"],
+    "stream_options": [1, {"include_usage": 1}],
+    "echo": [True, "yes"],
     "chat_template_kwargs": [{"chat_template": "{{ 1 }}"}],
     "session_id": ["a" * 1000],
     "model": [7],
@@ -73,7 +75,14 @@ WRONG = [
     (CHAT, {"continue_final_message": True}, "add_generation_prompt"),
     (COMPLETE, {}, "prompt"),
     *((COMPLETE, {"prompt": value}, "prompt") for value in ([], [[5], []], [5, "a"], [-1], [10**6], [True])),
-    (COMPLETE, {"prompt": [5], "echo": True}, "echo"),
+    (COMPLETE, {"prompt": [5], "echo": "yes"}, "echo"),
+    (COMPLETE, {"prompt": [5], "echo": True, "logprobs": 21}, "logprobs"),
+    (COMPLETE, {"prompt": [5], "max_tokens": 0}, "max_tokens"),
+    (COMPLETE, {"prompt": [5], "echo": True, "max_tokens": -1}, "max_tokens"),
+    (COMPLETE, {"prompt": [5] * 513, "echo": True, "max_tokens": 0}, "prompt"),
+    (COMPLETE, {"prompt": [5], "use_beam_search": True}, "use_beam_search"),
+    (COMPLETE, {"prompt": [5], "stream": "yes"}, "stream"),
+    (COMPLETE, {"prompt": [5] * 513, "stream": True}, "prompt"),
     (GENERATE, {}, "token_ids"),
     *((GENERATE, {"token_ids": value}, "token_ids") for value in ("a", [10**6])),
     (GENERATE, {"token_ids": [5], "sampling_params": 3}, "sampling_params"),
@@ -91,7 +100,7 @@ def test_a_wrong_field_is_named(server, path, body, param):
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
-    assert error["param"] == param and len(error["message"]) > 10
+    assert error["param"] in (param, f"{param}.include_usage") and len(error["message"]) > 10
     assert server.server.queue.waiting == 0
 
 

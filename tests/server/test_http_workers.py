@@ -34,7 +34,8 @@ def servers():
     [
         (COMPLETE, {"prompt": [[5, 6, 7], [8]], "logprobs": 3, "n": 2, "return_token_ids": True, "max_tokens": 9}),
         (COMPLETE, {"prompt": "what", "stop": "e", "logit_bias": {"70": 4}, "temperature": 0.7, "ignore_eos": True}),
-        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 9, "stream": True}),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 9}),
+        (COMPLETE, {"prompt": [[5, 6], [8]], "echo": True, "logprobs": 2, "max_tokens": 0}),
         (GENERATE, {"token_ids": [9, 4, 7], "sampling_params": {"max_tokens": 5, "seed": 3, "top_k": 9}}),
         (COMPLETE, {"prompt": [10**6]}),
         ("/tokenize", {"prompt": "what is the answer"}),
@@ -121,7 +122,7 @@ def test_a_setting_is_read_as_it_was_written():
         top_log_probs=4,
     )
     for sampling in (own, SamplingParams(), SamplingParams(logit_bias={token: 1.0 for token in range(200)})):
-        turn = CompletionRequest([1, 2, 3], sampling, 2, None, -(2**63), 5)
+        turn = CompletionRequest([1, 2, 3], sampling, 2, None, -(2**63), 5, True)
         kind, number, content = _received(ipc.encode_request(9, turn))
         assert (kind, number, ipc.decode_request(content)) == (ipc.COMPLETE, 9, turn)
 

@@ -98,7 +98,7 @@ def _is_conversation(prompt: Any) -> bool:
 
 # ---- sampling settings
 
-_NOT_TAKEN = ("n", "seed", "plain_log_probs", "top_log_probs")  # of which nothing would come back
+_NOT_TAKEN = ("n", "seed", "plain_log_probs", "top_log_probs", "prompt_log_probs")  # of which nothing would come back
 SAMPLING = [known.name for known in fields(SamplingParams) if known.name not in _NOT_TAKEN]
 
 

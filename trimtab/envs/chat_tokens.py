@@ -267,20 +267,34 @@ class MessageParser:
         """The text without the stop token."""
         return decode_text(self.tokenizer, ids[:-1] if len(ids) and ids[-1] in stops else ids)
 
-    def message(self, ids: Sequence[int], prefix: Sequence[int], stops: Collection[int]) -> Message:
-        """`prefix`: the tokens before the turn, whose end may be the beginning of the message."""
-        return self.turn(ids, prefix, stops)[0]
+    def message(
+        self, ids: Sequence[int], prefix: Sequence[int], stops: Collection[int], *, calls: bool = True
+    ) -> Message:
+        """The message of a served turn. `prefix`: the tokens before the turn, whose end may be the beginning of the
+        message; `calls`: whether tool calls are parsed."""
+        text = self.text(ids, stops)
+        if self.by_template and (found := self._by_template(list(ids), list(prefix))) is not None:
+            return found if calls or "tool_calls" not in found else {"role": "assistant", "content": text}
+        return self.hermes(text, opened=self.opened(prefix), calls=calls)
+
+    @property
+    def by_template(self) -> bool:
+        return getattr(self.tokenizer, "response_template", None) is not None
+
+    def opened(self, prefix: Sequence[int]) -> bool:
+        """Whether a prompt ends with the beginning of reasoning."""
+        return decode_text(self.tokenizer, prefix[-16:]).rstrip().endswith(THINK_OPEN)
 
     def turn(self, ids: Sequence[int], prefix: Sequence[int], stops: Collection[int]) -> tuple[Message, str]:
         """The message, and its text."""
         text, found = self.text(ids, stops), None
-        if getattr(self.tokenizer, "response_template", None) is not None:
+        if self.by_template:
             found = self._by_template(list(ids), list(prefix))
         return self.hermes(text) if found is None else found, text
 
     def written(self, name: str, arguments: dict[str, Any]) -> str:
         """A tool call as the model writes it, the inverse of `turn`."""
-        if getattr(self.tokenizer, "response_template", None) is None:
+        if not self.by_template:
             return f"{CALL_OPEN}{json.dumps({'name': name, 'arguments': arguments})}{CALL_CLOSE}"
         renderer = ChatRenderer(self.tokenizer)
         asked: Message = {"role": "user", "content": ""}
@@ -293,15 +307,26 @@ class MessageParser:
         whole = renderer.render_text([asked, call])
         return whole.removeprefix(opening).partition(self.tokenizer.eos_token)[0]
 
-    def hermes(self, text: str) -> Message:
-        """Parse reasoning and tool calls in Hermes' tags."""
+    def hermes(self, text: str, *, opened: bool | None = None, calls: bool = True, whole: bool = True) -> Message:
+        """Parse reasoning and tool calls in Hermes' tags. `opened`: whether the prompt begins the reasoning; without an
+        opening tag there or here there is none. None: unknown, so everything before a closing tag is reasoning.
+        `whole`: False: more text follows; the message has what it cannot change, without tool calls."""
         message: Message = {"role": "assistant"}
-        thought, through, rest = text.partition(THINK_CLOSE)
-        if through:
+        begun, (thought, closed, rest) = text.lstrip(), text.partition(THINK_CLOSE)
+        if not whole and begun != THINK_OPEN and THINK_OPEN.startswith(begun):
+            return {**message, "content": ""}
+        if closed if opened is None else opened or begun.startswith(THINK_OPEN):
+            if not whole and not closed:
+                thought = without_beginnings(thought, [THINK_CLOSE])
             message["reasoning_content"], text = thought.lstrip().removeprefix(THINK_OPEN).strip("\n"), rest.lstrip()
-        content, calls = _split_calls(text)
-        message["content"] = content.strip() if calls else content
-        return {**message, "tool_calls": calls} if calls else message
+        if not calls:
+            return {**message, "content": text}
+        if not whole:  # white space around the content is removed if there are calls
+            certain = without_beginnings(text.partition(CALL_OPEN)[0], [CALL_OPEN]).rstrip()
+            return {**message, "content": "" if certain[:1].isspace() else certain}
+        content, found = _split_calls(text)
+        message["content"] = content.strip() if found else content
+        return {**message, "tool_calls": found} if found else message
 
     def _by_template(self, ids: list[int], prefix: list[int]) -> Message | None:
         try:
@@ -320,6 +345,12 @@ class MessageParser:
             return None
         calls = [_call(number, function) for number, function in enumerate(functions) if function is not None]
         return {**message, "tool_calls": calls} if calls else message
+
+
+def without_beginnings(text: str, marks: Sequence[str]) -> str:
+    """The text without an end that may be the beginning of a mark."""
+    ends = [size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])]
+    return text[: len(text) - max(ends, default=0)]
 
 
 def _split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:

@@ -1,7 +1,8 @@
 """The interface of rollout engines and sessions, and what all of them share. `factory` chooses an engine."""
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 from trimtab.errors import UserError
@@ -87,6 +88,16 @@ class Session:
         works, or hangs."""
         raise NotImplementedError
 
+    def new_tokens(self, known: Mapping[int, int]) -> dict[int, Trajectory]:
+        """What unfinished requests of one sample have drawn beyond their first `known` tokens, if anything; only the
+        built-in engine includes alternatives."""
+        partials = self.partials()
+        return {
+            number: replace(own[0], tokens=own[0].tokens[first:], log_probs=own[0].log_probs[first:])
+            for number, first in known.items()
+            if (own := partials.get(number)) and len(own[0].tokens) > first
+        }
+
     def abort(self, requests: Collection[int] | None = None) -> None:
         """Stop these requests, or all: they finish as they are, with the reason "abort"."""
         self._aborted.update(range(self.requests) if requests is None else requests)
@@ -104,6 +115,8 @@ class Session:
 
 class TokenSession(Session):
     """A session of an engine that samples tokens itself: it checks requests, and divides them into samples."""
+
+    scores_prompts = False  # whether it returns log-probs of prompts
 
     def __init__(self, sampling: SamplingParams, *, vocabulary: int, context: int | None, owner: str, tokenizer: Any):
         """`context`: context length of `owner`, the model or the engine."""
@@ -127,7 +140,10 @@ class TokenSession(Session):
             check_sampling_params(sampling, self.vocabulary, self._tokenizer)
         sampling = self.sampling if sampling is None else sampling
         number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
-        self._check(number, prompt_ids, limit)
+        scored = sampling.prompt_log_probs is not None
+        if scored and not self.scores_prompts:
+            raise UserError("log-probs of prompts: only the built-in engine has them; ask without echo or log-probs")
+        self._check(number, prompt_ids, limit, 0 if scored else 1)
         seed = request_seed(sampling.seed, number) if seed is None else seed
         assert not (partials and sampling.top_log_probs), "a partial rollout has no alternatives"
         self.add_samples(prompt_ids, partials_to_run(partials, sampling.n, number, limit), seed, limit, sampling)
@@ -140,12 +156,12 @@ class TokenSession(Session):
         """Start the samples of the request with the number `requests`, or resume them."""
         raise NotImplementedError
 
-    def _check(self, number: int, prompt_ids: list[int], limit: int) -> None:
+    def _check(self, number: int, prompt_ids: list[int], limit: int, least: int) -> None:
         if not prompt_ids:
             raise UserError(f"prompt {number} is empty; at least one token is needed")
         if max(prompt_ids) >= self.vocabulary or min(prompt_ids) < 0:
             raise UserError(f"prompt {number} has a token outside the model's vocabulary of {self.vocabulary}")
-        if limit < 1:
+        if limit < least:
             raise UserError(f"the limit of prompt {number} is {limit}; at least 1 new token is needed")
         if self._context is not None and len(prompt_ids) + limit > self._context:
             raise UserError(

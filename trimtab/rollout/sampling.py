@@ -42,15 +42,19 @@ class SamplingParams:
     """Also the log-probs at temperature 1."""
     top_log_probs: int = 0
     """How many most likely tokens to return at each position, with their log-probs."""
+    prompt_log_probs: int | None = None
+    """Also the log-probs of the prompt's tokens, with this many most likely ones at each. No new token is needed then.
+    """
 
     def __post_init__(self) -> None:
         for name, value, least in (
-            ("max_new_tokens", self.max_new_tokens, 1),
+            ("max_new_tokens", self.max_new_tokens, 1 if self.prompt_log_probs is None else 0),
             ("n", self.n, 1),
             ("temperature", self.temperature, 0),
             ("top_k", self.top_k, 0),
             ("min_new_tokens", self.min_new_tokens, 0),
             ("top_log_probs", self.top_log_probs, 0),
+            ("prompt_log_probs", self.prompt_log_probs or 0, 0),
         ):
             if value < least:
                 raise UserError(f"sampling: {name} is {value}; at least {least} is needed")
@@ -58,8 +62,9 @@ class SamplingParams:
             raise UserError(f"sampling: top_p is {self.top_p}; above 0 and at most 1 is needed")
         if not 0 <= self.min_p <= 1:
             raise UserError(f"sampling: min_p is {self.min_p}; between 0 and 1 is needed")
-        if self.top_log_probs > MOST_ALTERNATIVES:
-            raise UserError(f"sampling: top_log_probs is {self.top_log_probs}; at most {MOST_ALTERNATIVES} can be had")
+        for name in ("top_log_probs", "prompt_log_probs"):
+            if (count := getattr(self, name) or 0) > MOST_ALTERNATIVES:
+                raise UserError(f"sampling: {name} is {count}; at most {MOST_ALTERNATIVES} can be had")
         if self.repetition_penalty <= 0:
             raise UserError(f"sampling: repetition_penalty is {self.repetition_penalty}; above 0 is needed")
 

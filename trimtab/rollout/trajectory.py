@@ -27,6 +27,14 @@ class TopLogprobs:
 
 
 @dataclass
+class PromptLogprobs:
+    """The log-probs of a prompt's tokens but the first, fp32, at the sampling temperature (at 1 when greedy)."""
+
+    log_probs: np.ndarray
+    alternatives: TopLogprobs
+
+
+@dataclass
 class Trajectory:
     """Log-probs and versions are those of the drawn tokens only. Log-probs are the model's own, fp32, at the sampling
     temperature (at 1 when greedy). Other threads may read it, so arrays are replaced and never written into."""
@@ -43,6 +51,7 @@ class Trajectory:
     episode: EpisodeRecord | None = None  # the environment's record, shared by all branches of an episode
     branch: int = 0  # index of this sequence in an episode whose history was rewritten
     alternatives: TopLogprobs | None = None  # if requested, and there are tokens
+    prompt_log_probs: PromptLogprobs | None = None  # if requested
 
     def __post_init__(self) -> None:
         self.tokens = np.asarray(self.tokens, dtype=np.int32)
@@ -108,7 +117,7 @@ class Trajectory:
         finish = None if self.finish == "abort" else self.finish
         prompt_ids = [] if self.episode is None else self.prompt_ids
         own = replace(self, prompt=0, prompt_ids=prompt_ids, finish=finish)
-        own.plain_log_probs = own.alternatives = None
+        own.plain_log_probs = own.alternatives = own.prompt_log_probs = None
         return own
 
 

@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,10 +24,13 @@ from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.http import (
     RequestGate,
     ServerClosing,
+    StreamedResponse,
     answer_json,
     as_http_error,
     authenticate,
     bearer_token,
+    reports_of,
+    until_disconnect,
 )
 from trimtab.server.request_params import (
     Fields,
@@ -43,7 +47,7 @@ from trimtab.server.request_params import (
     read_tools,
 )
 from trimtab.server.request_queue import CompletionBackend, CompletionRequest, EngineFailed, PolicyMetrics
-from trimtab.server.responses import Completion, ResponseBuilder, without_stop
+from trimtab.server.responses import AnswerStream, Completion, ResponseBuilder, as_event, without_stop
 from trimtab.server.sessions import (
     ChatFormat,
     ChatPrompt,
@@ -113,15 +117,35 @@ class CompletionEndpoints:
     async def completions(self, fields: Fields, session: str | None) -> Response:
         params = completion_params(fields, self._defaults(session))
         prompts = await _in_thread_if_large(fields, lambda: self._prompts(fields))
-        for ids in prompts:  # all of them, before anything is sampled
-            self.policy.max_new_tokens(ids, "prompt")
+        least = 0 if params.limit == 0 else 1
+        for ids, _ in prompts:  # all of them, before anything is sampled
+            self.policy.max_new_tokens(ids, "prompt", least)
         if len(prompts) * params.answers > self.backend.most_waiting:
             asked = f"{len(prompts)} prompts with n {params.answers}"
             raise InvalidRequest(
                 f"{asked}: at most {self.backend.most_waiting} answers at once are drawn here; send fewer", "prompt"
             )
-        working = [self._complete(ids, params, session, "prompt", number) for number, ids in enumerate(prompts)]
-        found = [Completion(ids, rollouts, []) for ids, rollouts in zip(prompts, await _all(working))]
+        requests = [self._request(ids, params, session, "prompt", number) for number, (ids, _) in enumerate(prompts)]
+        echoed: list[tuple[list[int], str]] = [([], "")] * len(prompts)
+        if params.echo:
+            decode = partial(self.policy.text, special=True)
+            echoed = [(ids, decode(ids) if text is None else text) for ids, text in prompts]
+        if params.stream:
+
+            def finished(index: int, rollout: Trajectory) -> Message:
+                number = index // params.answers
+                self._record_tokens(session, Completion(prompts[number][0], [rollout], []), params)
+                return {"content": echoed[number][1] + self.responses.text(rollout, params)}
+
+            streams = [
+                AnswerStream(self.policy, special=params.special_tokens, echoed=prompt)
+                for prompt in echoed
+                for _ in range(params.answers)
+            ]
+            certain = lambda stream, text: {"content": stream.prompt_text + text}  # noqa: E731
+            return await self._stream("text", requests, params, streams, certain, finished)
+        drawn = await _all([self.backend.complete(request) for request in requests])
+        found = [Completion(ids, own, [], prompt) for (ids, _), own, prompt in zip(prompts, drawn, echoed)]
         for completion in found:
             self._record_tokens(session, completion, params)
         return self.responses.completions(found, params)
@@ -133,7 +157,8 @@ class CompletionEndpoints:
         for name in ("features", "kv_transfer_params"):
             if fields.body.get(name):
                 raise InvalidRequest(f"{name} is not offered; leave it out", name)
-        completion = Completion(ids, await self._complete(ids, params, session, "token_ids"), [])
+        request = self._request(ids, params, session, "token_ids")
+        completion = Completion(ids, await self.backend.complete(request), [])
         self._record_tokens(session, completion, params)
         return self.responses.generation(completion, params, fields.text("request_id") or session or "")
 
@@ -191,31 +216,33 @@ class CompletionEndpoints:
         defaults = self.policy.defaults
         return defaults if record is None or record.pinned is None else replace(defaults, pinned=record.pinned)
 
-    def _prompts(self, fields: Fields) -> list[list[int]]:
-        """One text or list of ids, or a list of such."""
+    def _prompts(self, fields: Fields) -> list[tuple[list[int], str | None]]:
+        """One text or list of ids, or a list of such: ids, with the text if that was given."""
         found = fields.body.get("prompt")
         listed: Sequence[Any] = [found] if is_text(found) or are_ids(found) else found  # type: ignore[assignment]
         right = isinstance(listed, list) and 0 < len(listed) <= MOST_PROMPTS
         if not right or not all(is_text(prompt) or are_ids(prompt) for prompt in listed):
             raise fields.wrong("prompt", f"a text, a list of token ids, or a list of at most {MOST_PROMPTS} of either")
         return [
-            self.policy.encode(prompt, "prompt", special=True) if is_text(prompt) else list(prompt) for prompt in listed
+            (self.policy.encode(prompt, "prompt", special=True), prompt) if is_text(prompt) else (prompt, None)
+            for prompt in listed
         ]
 
     # ---- completions and their records
 
-    async def _complete(
+    def _request(
         self, ids: list[int], params: RequestParams, session: str | None, param: str, number: int = 0
-    ) -> list[Trajectory]:
+    ) -> CompletionRequest:
         """`param`: the field that holds the prompt; `number`: of the prompt in its request."""
         record = self.sessions.get_or_create(session)
         try:
-            most = self.policy.max_new_tokens(ids, param)
+            most = self.policy.max_new_tokens(ids, param, 0 if params.limit == 0 else 1)
         except InvalidRequest:
             if record is not None:
                 record.refused = "context"
             raise
-        sampling = replace(params.sampling, max_new_tokens=most if params.limit is None else min(params.limit, most))
+        limit = most if params.limit is None else min(params.limit, most)
+        sampling = replace(params.sampling, max_new_tokens=limit)
         seed = None
         if record is not None:
             if record.most_turns is not None and len(record.turns) >= record.most_turns:
@@ -227,25 +254,89 @@ class CompletionEndpoints:
             seed = record.next_seed(len(ids))
         if seed is None and params.seed is not None:
             seed = stream_seed(params.seed, session, len(ids))
-        return await self.backend.complete(CompletionRequest(ids, sampling, params.answers, session, seed, number))
+        return CompletionRequest(ids, sampling, params.answers, session, seed, number, params.stream)
+
+    async def _stream(
+        self,
+        kind: Literal["chat", "text"],
+        requests: Sequence[CompletionRequest],
+        params: RequestParams,
+        streams: Sequence[AnswerStream],
+        certain: Callable[[AnswerStream, str], Message],
+        finished: Callable[[int, Trajectory], Message],
+    ) -> Response:
+        """Chunks as tokens are drawn. `certain`: the message of a text that goes on; `finished`: of an answer, which it
+        records."""
+
+        def draw(report: Callable[[Any], None]) -> Awaitable[Any]:
+            def add(first: int, answer: int, piece: Trajectory) -> None:
+                report((first + answer, piece))
+
+            firsts = [number * params.answers for number in range(len(requests))]
+            return _all([self.backend.complete(one, partial(add, first)) for one, first in zip(requests, firsts)])
+
+        arriving = reports_of(draw)
+        head = self.responses.chunk(kind, params)
+        choices_of = self.responses.chat_choices if kind == "chat" else self.responses.completion_choices
+        last = await anext(arriving)  # what fails before is a response with its status
+
+        async def events() -> AsyncIterator[bytes]:
+            nonlocal last
+            read, sampled = sum(len(request.prompt_ids) for request in requests), 0
+            while isinstance(last, tuple):
+                index, piece = last
+                stream, more = streams[index], {}
+                if piece.finish is not None or piece.alternatives is not None or not params.sampling.top_log_probs:
+                    new = stream.take(piece)
+                    text = "" if piece.finish is not None else stream.certain_text(params.hidden_stops)
+                    message = certain(stream, text) if piece.finish is None else finished(index, piece)
+                    sampled += len(new.tokens)
+                    if params.token_ids and not stream.begun:
+                        more["prompt_token_ids"] = requests[index // params.answers].prompt_ids
+                    for choice in choices_of(index, stream, new, message, params):
+                        stream.begun = True
+                        yield as_event(head | {"choices": [choice]} | more)
+                        more = {}
+                last = await anext(arriving)
+            if params.stream_usage:
+                usage = {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+                yield as_event(head | {"choices": [], "usage": usage})
+            yield as_event("[DONE]")
+
+        return StreamedResponse(events())
 
     async def _complete_chat(
         self, fields: Fields, session: str | None, params: RequestParams, prompt: ChatPrompt
     ) -> Response:
-        rollouts = await self._complete(prompt.ids, params, session, "messages")
-        messages = [self._message(rollout, prompt, params, calls=parses_tool_calls(fields)) for rollout in rollouts]
-        if session is not None:
-            for rollout, message in zip(rollouts, messages):
+        request, calls = self._request(prompt.ids, params, session, "messages"), parses_tool_calls(fields)
+        parsing = prompt.format.parsing
+
+        def finished(index: int, rollout: Trajectory) -> Message:
+            message = self._message(rollout, prompt, params, calls=calls)
+            if session is not None:
                 key = prompt.format.history_keys([*prompt.messages, message])[-1]
                 self._record(session, rollout, prompt.before, message, prompt.new_messages, key)
+            return message
+
+        if params.stream:
+            opened = parsing.opened(prompt.ids)
+
+            def certain(stream: AnswerStream, text: str) -> Message:
+                if parsing.by_template:  # it parses whole turns only
+                    return {"content": ""}
+                return parsing.hermes(text, opened=opened, calls=calls, whole=False)
+
+            streams = [AnswerStream(self.policy, special=True) for _ in range(params.answers)]
+            return await self._stream("chat", [request], params, streams, certain, finished)
+        rollouts = await self.backend.complete(request)
+        messages = [finished(index, rollout) for index, rollout in enumerate(rollouts)]
         return self.responses.chat(Completion(prompt.ids, rollouts, messages), params)
 
     def _message(self, rollout: Trajectory, prompt: ChatPrompt, params: RequestParams, *, calls: bool) -> Message:
-        parsing, stops = prompt.format.parsing, params.sampling.stop_token_ids
-        message = parsing.message(rollout.ids, prompt.ids, stops)
-        if "tool_calls" in message and not calls:
-            message = {"role": "assistant", "content": parsing.text(rollout.ids, stops)}
-        return message | {"content": without_stop(message["content"], rollout, params)}
+        stops = params.sampling.stop_token_ids
+        message = prompt.format.parsing.message(rollout.ids, prompt.ids, stops, calls=calls)
+        last = "reasoning_content" if message.get("reasoning_content") and not message["content"] else "content"
+        return message | {last: without_stop(message[last], rollout, params)}
 
     def _record_tokens(self, session: str | None, completion: Completion, params: RequestParams) -> None:
         """Record a completion of an endpoint that takes tokens."""
@@ -337,11 +428,13 @@ def make_policy_app(
                 session = session_of(request, fields)
                 if forward is not None and (forwarded or session is not None):
                     counted_elsewhere = True
-                    return await _until_disconnect(request, forward(request, content))
-                return await _until_disconnect(request, endpoint(fields, session))
+                    return await until_disconnect(request.receive, forward(request, content))
+                return await until_disconnect(request.receive, endpoint(fields, session))
 
             how: dict[str, Any] = {"token": token, "max_bytes": max_bytes, "advice": "send less at once"}
             response = await answer_json(request, gate, answer, error_response, **how)
+            if isinstance(response, StreamedResponse):
+                response.gate, response.error_response = gate, error_response
             if not counted_elsewhere:
                 metrics.count(path, response.status_code)
             return response
@@ -419,24 +512,6 @@ def make_policy_app(
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: unknown_path, 405: unknown_path})
     app.state.gate = gate
     return app
-
-
-async def _until_disconnect(request: Request, answer: Awaitable[Response]) -> Response:
-    """Await the response, and cancel it when the client disconnects."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    answering, leaving = asyncio.ensure_future(answer), asyncio.create_task(disconnected())
-    try:
-        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            raise ClientDisconnect
-        return await answering
-    finally:
-        answering.cancel()
-        leaving.cancel()
 
 
 def error_response(error: Exception) -> Response:

@@ -16,15 +16,16 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from trimtab.errors import UserError
@@ -169,8 +170,9 @@ class RequestGate:
     """Fails all active requests."""
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        if self.closed:
+    def entered(self, *, admitted: bool = False) -> Iterator[None]:
+        """`admitted`: the request was inside before."""
+        if self.closed and not admitted:
             raise ServerClosing
         self.inside += 1
         try:
@@ -198,6 +200,72 @@ async def answer_json(
             return await answer(json_object(content), content)
     except Exception as error:
         return error_response(error)
+
+
+# ---- responses that are sent as they come
+
+Made = TypeVar("Made")
+
+
+async def until_disconnect(receive: Receive, answer: Awaitable[Made]) -> Made:
+    """Await an answer, and cancel it when the client disconnects."""
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    answering, leaving = asyncio.ensure_future(answer), asyncio.create_task(disconnected())
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect
+        return await answering
+    finally:
+        answering.cancel()
+        leaving.cancel()
+
+
+async def reports_of(start: Callable[[Callable[[Any], None]], Awaitable[Any]]) -> AsyncGenerator[Any]:
+    """What a coroutine reports while it runs, and then its result. Closing the generator cancels it."""
+    arrived: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
+    work = asyncio.ensure_future(start(lambda report: arrived.put_nowait((report,))))
+
+    def ended(done: asyncio.Future[Any]) -> None:
+        done.cancelled() or done.exception()  # else asyncio would log the error of work that nobody waits for
+        arrived.put_nowait(())
+
+    work.add_done_callback(ended)
+    try:
+        while found := await arrived.get():
+            yield found[0]
+        yield await work
+    finally:
+        work.cancel()
+
+
+class StreamedResponse(StreamingResponse):
+    """Server-sent events. If their source fails, the last one is the error; when the client disconnects, it is closed.
+    The server does not end before."""
+
+    gate: RequestGate
+    error_response: Callable[[Exception], Response]
+
+    def __init__(self, events: AsyncIterator[bytes], status: int = 200):
+        super().__init__(events, status, {"Cache-Control": "no-cache"}, "text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_all() -> None:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                async for event in self.body_iterator:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except Exception as error:
+                event = b"data: " + bytes(self.error_response(error).body) + b"\n\n"
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        with self.gate.entered(admitted=True), contextlib.suppress(ClientDisconnect):
+            await until_disconnect(receive, send_all())
 
 
 # ---- metrics

@@ -42,10 +42,10 @@ from trimtab.sandbox.process import WorkerProcess
 from trimtab.sandbox.worker import begin_worker
 from trimtab.server import ipc
 from trimtab.server.endpoints import make_policy_app
-from trimtab.server.http import LOGS, DrainingServer, make_server, rate_limit_logs
+from trimtab.server.http import LOGS, DrainingServer, StreamedResponse, make_server, rate_limit_logs, reports_of
 from trimtab.server.ipc import MessageProtocol
 from trimtab.server.request_params import ServerDefaults
-from trimtab.server.request_queue import CompletionRequest, PolicyMetrics, QueuedRequest, RequestQueue
+from trimtab.server.request_queue import CompletionRequest, PolicyMetrics, QueuedRequest, Report, RequestQueue
 from trimtab.server.sessions import ServedPolicy, SessionStore
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,8 @@ class HTTPWorkers:
     ):
         """`settings`: of the workers (see `run_worker`)."""
         self.app, self.queue = app, queue
-        self.settled: deque[tuple[WorkerConnection, int]] = deque()  # requests whose results may be complete
+        # Messages to make and send: of requests whose results may be complete, and of new tokens.
+        self.outgoing: deque[tuple[WorkerConnection, Callable[[], bytes | None]]] = deque()
         self._processes, self._settings = processes, settings
         self._connections: list[WorkerConnection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -173,22 +174,23 @@ class HTTPWorkers:
         if not self._connections:
             self._ended.set()
 
-    def settle(self, connection: "WorkerConnection", number: int) -> None:
-        """Report that a future of this request is done. Callable from any thread; the loop is woken once for many."""
-        self.settled.append((connection, number))
+    def queue_message(self, connection: "WorkerConnection", make: Callable[[], bytes | None]) -> None:
+        """Make and send a message in the loop, after those before it. Callable from any thread; the loop is woken once
+        for many."""
+        self.outgoing.append((connection, make))
         if not self._delivering:
             self._delivering = True
             self._call_in_loop(self._deliver)
 
     def _deliver(self) -> None:
         self._delivering = False
-        while self.settled:
-            outgoing: dict[WorkerConnection, list[bytes]] = {}
-            for _ in range(min(len(self.settled), RESULTS_AT_ONCE)):
-                connection, number = self.settled.popleft()
-                if (message := connection.result(number)) is not None:
-                    outgoing.setdefault(connection, []).append(message)
-            for connection, messages in outgoing.items():
+        while self.outgoing:
+            made: dict[WorkerConnection, list[bytes]] = {}
+            for _ in range(min(len(self.outgoing), RESULTS_AT_ONCE)):
+                connection, make = self.outgoing.popleft()
+                if (message := make()) is not None:
+                    made.setdefault(connection, []).append(message)
+            for connection, messages in made.items():
                 connection.send(*messages)
 
 
@@ -227,14 +229,18 @@ class WorkerConnection(MessageProtocol):
     # ---- completions
 
     def _complete(self, number: int, content: memoryview) -> None:
+        def report(answer: int, piece: Trajectory) -> None:
+            self.workers.queue_message(self, partial(ipc.encode_piece, number, answer, piece))
+
         try:
-            requests = self.workers.queue.put_all(ipc.decode_request(content))
+            request = ipc.decode_request(content)
+            requests = self.workers.queue.put_all(request, report if request.stream else None)
         except Exception as error:
             self.send(ipc.encode_error(number, error))
             return
         self._requests[number] = requests
-        for request in requests:
-            request.result.add_done_callback(lambda _: self.workers.settle(self, number))
+        for one in requests:
+            one.result.add_done_callback(lambda _: self.workers.queue_message(self, partial(self.result, number)))
 
     def result(self, number: int) -> bytes | None:
         """The message with all results of a request, or with its first error; None: results are missing."""
@@ -271,8 +277,8 @@ class WorkerConnection(MessageProtocol):
             "server": None,
         }
         begun = False
-        response: dict[str, Any] = {"status": 500, "headers": []}
-        sent = bytearray()
+        response: dict[str, Any] = {"status": 500, "headers": [], "more": False}
+        rest = b""
 
         async def receive() -> dict[str, Any]:
             nonlocal begun
@@ -283,14 +289,17 @@ class WorkerConnection(MessageProtocol):
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: Any) -> None:
+            nonlocal rest
             if message["type"] == "http.response.start":
                 response.update(status=message["status"], headers=_headers_to_json(message["headers"]))
+            elif message.get("more_body"):
+                self.send(ipc.encode_http(ipc.MORE, number, {**response, "more": True}, message.get("body", b"")))
             else:
-                sent.extend(message.get("body", b""))
+                rest = message.get("body", b"")
 
         try:
             await self.workers.app(scope, receive, send)
-            self.send(ipc.encode_http(ipc.RESPONSE, number, response, bytes(sent)))
+            self.send(ipc.encode_http(ipc.RESPONSE, number, response, rest))
         except Exception as error:
             log.error("a request failed", exc_info=error)
             self.send(ipc.encode_error(number, error))
@@ -318,6 +327,7 @@ class EngineConnection(MessageProtocol):
         self.server: DrainingServer | None = None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[memoryview]] = {}
+        self._reports: dict[int, Callable[[memoryview], None]] = {}  # for messages before the reply
         self._closed: Exception | None = None
 
     @property
@@ -328,13 +338,18 @@ class EngineConnection(MessageProtocol):
     def closed(self) -> bool:
         return self._closed is not None
 
-    async def complete(self, request: CompletionRequest) -> list[Trajectory]:
+    async def complete(self, request: CompletionRequest, report: Report | None = None) -> list[Trajectory]:
         number = next(self._numbers)
-        content = await self._reply(number, ipc.encode_request(number, request))
+
+        def received(content: memoryview) -> None:
+            assert report is not None, "the request is streamed"
+            report(*ipc.decode_piece(content))
+
+        content = await self._reply(number, ipc.encode_request(number, request), received)
         return ipc.decode_trajectories(content, request.prompt_ids)
 
     async def forward(self, request: Request, body: bytes) -> Response:
-        """The response of the engine's process to a whole HTTP request."""
+        """The response of the engine's process to a whole HTTP request, as it comes."""
         number, scope = next(self._numbers), request.scope
         head = {
             "method": scope["method"],
@@ -343,15 +358,24 @@ class EngineConnection(MessageProtocol):
             "headers": _headers_to_json(scope["headers"]),
         }
         message = ipc.encode_http(ipc.FORWARD, number, head, body)
-        about, content = ipc.decode_http(await self._reply(number, message))
-        response = Response(content, about["status"])
+        arriving = reports_of(lambda report: self._reply(number, message, report))
+        about, content = ipc.decode_http(await anext(arriving))
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield content
+            async for part in arriving:
+                yield ipc.decode_http(part)[1]
+
+        status = about["status"]
+        response = StreamedResponse(parts(), status) if about["more"] else Response(content, status)
         response.raw_headers = _headers_from_json(about["headers"])
         return response
 
-    async def _reply(self, number: int, message: bytes) -> memoryview:
+    async def _reply(self, number: int, message: bytes, report: Callable[[memoryview], None]) -> memoryview:
         if self._closed is not None:
             raise self._closed
         reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._reports[number] = report
         try:
             self.send(message)
             return await reply
@@ -360,6 +384,7 @@ class EngineConnection(MessageProtocol):
             raise
         finally:
             self._waiting.pop(number, None)
+            self._reports.pop(number, None)
 
     def close(self, error: Exception) -> None:
         self._closed = self._closed or error
@@ -375,6 +400,8 @@ class EngineConnection(MessageProtocol):
             self.server.handle_exit(signal.SIGTERM, None)
         elif reply is None or reply.done():
             return  # the client has disconnected
+        elif kind in (ipc.PIECE, ipc.MORE):
+            self._reports[number](content)
         elif kind == ipc.FAILED:
             reply.set_exception(ipc.decode_error(content))
         else:

@@ -12,6 +12,7 @@ import json
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -19,21 +20,24 @@ import numpy as np
 from trimtab.distributed.serialization import FrameDecoder, frame
 from trimtab.errors import UserError
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Finish, TopLogprobs, Trajectory
+from trimtab.rollout.trajectory import Finish, PromptLogprobs, TopLogprobs, Trajectory
 from trimtab.server.http import Overloaded, ServerClosing
 from trimtab.server.request_queue import CompletionRequest, EngineFailed
 
 HEAD = struct.Struct("<BQ")
-COMPLETION_REQUEST = struct.Struct("<?qIII")  # has a seed, seed, number, answers, bytes of the sampling settings
-ROLLOUT = struct.Struct("<BII")  # finish reason, tokens, alternatives at each token
+# Has a seed, seed, number, answers, is streamed, bytes of the sampling settings.
+COMPLETION_REQUEST = struct.Struct("<?qII?I")
+# Finish reason, tokens, alternatives at each token; has log-probs of the prompt, their number, alternatives at each.
+ROLLOUT = struct.Struct("<BII?II")
 SIZE = struct.Struct("<I")
 
 # To the engine's process: sample a completion; cancel it; answer this HTTP request; count a request.
 COMPLETE, CANCEL, FORWARD, COUNT = 0, 1, 2, 3
-# To an HTTP worker: the result; the error; the HTTP response; drain; stop at once.
-COMPLETED, FAILED, RESPONSE, DRAIN, STOP = 4, 5, 6, 7, 8
+# To an HTTP worker: the result; the error; the HTTP response; drain; stop at once; new tokens of an answer; a part of
+# the HTTP response before the last.
+COMPLETED, FAILED, RESPONSE, DRAIN, STOP, PIECE, MORE = 4, 5, 6, 7, 8, 9, 10
 
-FINISH_REASONS = get_args(Finish)
+FINISH_REASONS = (*get_args(Finish), None)
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (EngineFailed, Overloaded, ServerClosing, UserError)
 }
@@ -79,17 +83,18 @@ def encode_request(number: int, request: CompletionRequest) -> bytes:
     values = [(name, getattr(request.sampling, name)) for name in SAMPLING_FIELDS]
     settings = json.dumps({name: value for name, value in values if value != getattr(DEFAULT_SAMPLING, name)}).encode()
     seed = 0 if request.seed is None else request.seed
-    head = COMPLETION_REQUEST.pack(request.seed is not None, seed, request.number, request.answers, len(settings))
+    numbers = seed, request.number, request.answers, request.stream, len(settings)
+    head = COMPLETION_REQUEST.pack(request.seed is not None, *numbers)
     return encode(COMPLETE, number, head, settings, np.array(request.prompt_ids, dtype=np.int32).tobytes())
 
 
 def decode_request(content: memoryview) -> CompletionRequest:
-    has_seed, seed, number, answers, size = COMPLETION_REQUEST.unpack_from(content)
+    has_seed, seed, number, answers, stream, size = COMPLETION_REQUEST.unpack_from(content)
     place = COMPLETION_REQUEST.size + size
     ids = np.frombuffer(content, dtype=np.int32, offset=place).tolist()
     settings = content[COMPLETION_REQUEST.size : place].tobytes()
     sampling = _cached_sampling(settings) if size <= LONGEST_CACHED else _sampling(settings)
-    return CompletionRequest(ids, sampling, answers, None, seed if has_seed else None, number)
+    return CompletionRequest(ids, sampling, answers, None, seed if has_seed else None, number, stream)
 
 
 def _sampling(settings: bytes) -> SamplingParams:
@@ -109,15 +114,30 @@ _cached_sampling = lru_cache(1024)(_sampling)  # most requests have the same few
 
 
 def encode_trajectories(number: int, rollouts: Sequence[Trajectory]) -> bytes:
-    parts: list[bytes] = []
-    for rollout in rollouts:
-        likely = rollout.alternatives
-        width = 0 if likely is None else likely.tokens.shape[1]
-        parts.append(ROLLOUT.pack(FINISH_REASONS.index(rollout.finish), len(rollout.tokens), width))
-        parts += [rollout.tokens.tobytes(), np.asarray(rollout.log_probs, np.float32).tobytes()]
+    return encode(COMPLETED, number, *chain.from_iterable(map(_encoded, rollouts)))
+
+
+def encode_piece(number: int, answer: int, piece: Trajectory) -> bytes:
+    return encode(PIECE, number, SIZE.pack(answer), *_encoded(piece))
+
+
+def _encoded(rollout: Trajectory) -> list[bytes]:
+    before = rollout.prompt_log_probs
+    scored = [] if before is None else before.log_probs
+    alternatives = rollout.alternatives, None if before is None else before.alternatives
+    widths = [0 if likely is None else likely.tokens.shape[1] for likely in alternatives]
+    finish = FINISH_REASONS.index(rollout.finish)
+    head = ROLLOUT.pack(finish, len(rollout.tokens), widths[0], before is not None, len(scored), widths[1])
+    parts = [head, rollout.tokens.tobytes(), np.asarray(rollout.log_probs, np.float32).tobytes()]
+    for likely in alternatives:
         if likely is not None:
             parts += [np.asarray(likely.tokens, np.int32).tobytes(), np.asarray(likely.log_probs, np.float32).tobytes()]
-    return encode(COMPLETED, number, *parts)
+    return parts if before is None else [*parts, np.asarray(scored, np.float32).tobytes()]
+
+
+def decode_piece(content: memoryview) -> tuple[int, Trajectory]:
+    (answer,) = SIZE.unpack_from(content)
+    return answer, decode_trajectories(content[SIZE.size :], [])[0]
 
 
 def decode_trajectories(content: memoryview, prompt_ids: list[int]) -> list[Trajectory]:
@@ -130,14 +150,20 @@ def decode_trajectories(content: memoryview, prompt_ids: list[int]) -> list[Traj
         place += found.nbytes
         return found
 
+    def likely(count: int, width: int) -> TopLogprobs:
+        found = numbers(np.int32, count * width), numbers(np.float32, count * width)
+        return TopLogprobs(*(values.reshape(count, width) for values in found))
+
     while place < len(content):
-        finish, count, width = ROLLOUT.unpack_from(content, place)
+        finish, count, width, is_scored, scored, scored_width = ROLLOUT.unpack_from(content, place)
         place += ROLLOUT.size
         tokens, log_probs = numbers(np.int32, count), numbers(np.float32, count)
         rollout = Trajectory(0, len(rollouts), prompt_ids, tokens, log_probs, FINISH_REASONS[finish])
         if width:
-            likely = numbers(np.int32, count * width), numbers(np.float32, count * width)
-            rollout.alternatives = TopLogprobs(*(values.reshape(count, width) for values in likely))
+            rollout.alternatives = likely(count, width)
+        if is_scored:
+            before = likely(scored, scored_width)
+            rollout.prompt_log_probs = PromptLogprobs(numbers(np.float32, scored), before)
         rollouts.append(rollout)
     return rollouts
 

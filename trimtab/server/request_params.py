@@ -139,6 +139,12 @@ class RequestParams:
     stop_strings_shown: bool = False
     stream: bool = False
     stream_usage: bool = False
+    echo: bool = False  # the prompt is part of the answer
+
+    @property
+    def hidden_stops(self) -> tuple[str, ...]:
+        """Stop strings that texts do not contain."""
+        return () if self.stop_strings_shown else self.sampling.stop_strings
 
 
 @dataclass
@@ -155,16 +161,18 @@ class ServerDefaults:
 def chat_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
     alternatives = fields.integer("top_logprobs", 0, 0, MOST_ALTERNATIVES)
     shown = fields.boolean("logprobs") or alternatives > 0
+    if fields.boolean("echo"):
+        raise InvalidRequest("echo is not offered in chats; ask /v1/completions", "echo")
     return _request_params(fields, defaults, alternatives, shown)
 
 
 def completion_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
-    for name in ("echo", "use_beam_search"):
-        if fields.boolean(name):
-            raise InvalidRequest(f"{name} is not offered; leave it out", name)
+    if fields.boolean("use_beam_search"):
+        raise InvalidRequest("use_beam_search is not offered; leave it out", "use_beam_search")
     if fields.text("suffix"):
         raise InvalidRequest("suffix is not offered; leave it out", "suffix")
-    return _request_params(fields, defaults, fields.integer("logprobs", 0, 0, MOST_ALTERNATIVES), "logprobs" in fields)
+    alternatives, shown = fields.integer("logprobs", 0, 0, MOST_ALTERNATIVES), "logprobs" in fields
+    return _request_params(fields, defaults, alternatives, shown, echo=fields.boolean("echo"))
 
 
 def generate_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
@@ -176,17 +184,20 @@ def generate_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
     return dataclasses.replace(params, names_as_ids=True, token_ids=True, stream=fields.boolean("stream"))
 
 
-def _request_params(fields: Fields, defaults: ServerDefaults, alternatives: int, log_probs: bool) -> RequestParams:
+def _request_params(
+    fields: Fields, defaults: ServerDefaults, alternatives: int, log_probs: bool, *, echo: bool = False
+) -> RequestParams:
     for name in PENALTIES_NOT_OFFERED:
         if fields.number(name, 0.0, -100, 100) and defaults.pinned is None:
             raise InvalidRequest(f"{name} is not offered; leave it out, or give repetition_penalty", name)
-    longest = fields.optional_integer("max_tokens", 1)
+    longest = fields.optional_integer("max_tokens", 0 if echo else 1)
     longest = fields.optional_integer("max_completion_tokens", 1) or longest
     if defaults.pinned is not None:
         most = defaults.pinned.max_new_tokens
         longest = most if longest is None else min(longest, most)
+    sampling = _sampling(fields, defaults, alternatives)
     return RequestParams(
-        sampling=_sampling(fields, defaults, alternatives),
+        sampling=dataclasses.replace(sampling, prompt_log_probs=alternatives) if echo and log_probs else sampling,
         limit=longest,
         seed=fields.optional_integer("seed", -(2**63)),
         answers=fields.integer("n", 1, 1, MOST_ANSWERS),
@@ -198,6 +209,7 @@ def _request_params(fields: Fields, defaults: ServerDefaults, alternatives: int,
         stop_strings_shown=fields.boolean("include_stop_str_in_output"),
         stream=fields.boolean("stream"),
         stream_usage=fields.object("stream_options").boolean("include_usage"),
+        echo=echo,
     )
 
 

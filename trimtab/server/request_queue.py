@@ -12,13 +12,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from trimtab.errors import UserError
-from trimtab.rollout.engine import MIN_CHUNK_SIZE, Engine, Session, decode_chunk_size
+from trimtab.rollout.engine import MAX_CHUNK_SECONDS, MIN_CHUNK_SIZE, Engine, Session, decode_chunk_size
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.http import Overloaded, ServerMetrics
@@ -58,6 +59,11 @@ class CompletionRequest:
     session: str | None = None
     seed: int | None = None  # None: the server chooses one
     number: int = 0  # of the prompt in its HTTP request
+    stream: bool = False  # report tokens as they are drawn
+
+
+Report = Callable[[int, Trajectory], None]
+"""Called with the index of an answer and its new tokens, or, once it has finished, all of it."""
 
 
 class CompletionBackend(Protocol):
@@ -74,7 +80,8 @@ class CompletionBackend(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    async def complete(self, request: CompletionRequest) -> list[Trajectory]: ...
+    async def complete(self, request: CompletionRequest, report: Report | None = None) -> list[Trajectory]:
+        """`report`: of a streamed request, called in this event loop."""
 
     def close(self, error: Exception) -> None:
         """Fail all unfinished requests, and all later ones, with this error."""
@@ -89,6 +96,8 @@ class QueuedRequest:
     sampling: SamplingParams
     session: str | None = None
     partial: Trajectory | None = None  # tokens sampled before the engine's session was closed
+    report: Callable[[Trajectory], None] | None = None  # if it is streamed; called in the engine's thread
+    reported: int = 0  # tokens
     result: "Future[Trajectory]" = field(default_factory=Future)
 
 
@@ -115,21 +124,29 @@ class RequestQueue:
 
     # ---- for endpoints, in any thread
 
-    async def complete(self, request: CompletionRequest) -> list[Trajectory]:
-        requests = self.put_all(request)
+    async def complete(self, request: CompletionRequest, report: Report | None = None) -> list[Trajectory]:
+        loop = asyncio.get_running_loop()
+
+        def in_loop(answer: int, piece: Trajectory) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(report, answer, piece)  # type: ignore[arg-type]
+
+        requests = self.put_all(request, None if report is None else in_loop)
         try:
             return list(await asyncio.gather(*(asyncio.wrap_future(one.result) for one in requests)))
         finally:
             for one in requests:
                 one.result.cancel()
 
-    def put_all(self, request: CompletionRequest) -> list[QueuedRequest]:
-        """One queued request for each answer, each with its seed."""
+    def put_all(self, request: CompletionRequest, report: Report | None = None) -> list[QueuedRequest]:
+        """One queued request for each answer, each with its seed. `report`: called in the engine's thread."""
         if (seed := request.seed) is None:
             seed = stream_seed(self.seed, request.session, next(self._numbers))
         seed = request_seed(seed, request.number) if request.number else seed
         seeds = [seed, *(request_seed(seed, answer) for answer in range(1, request.answers))]
         requests = [QueuedRequest(request.prompt_ids, own, request.sampling, request.session) for own in seeds]
+        for answer, one in enumerate(requests):
+            one.report = None if report is None else partial(report, answer)
         self.put(*requests)
         return requests
 
@@ -202,11 +219,16 @@ class RequestQueue:
         if not session.has_unfinished:
             return
         steps = decode_chunk_size(steps, full=session.full, seconds=self._step_seconds)
+        streams = any(request.report is not None for request in self._running.values())
+        if streams:  # somebody reads along
+            steps = max(1, min(steps, int(MAX_CHUNK_SECONDS / self._step_seconds)))
         began = time.monotonic()
         finished = session.step(steps)
-        if steps >= MIN_CHUNK_SIZE:
+        if streams or steps >= MIN_CHUNK_SIZE:
             self._step_seconds = (time.monotonic() - began) / steps
         self.finish(finished)
+        if streams:
+            self._report_new(session)
         if not session.has_unfinished:
             session.step(0)  # its cleanup, while no client waits for it
 
@@ -267,9 +289,20 @@ class RequestQueue:
         if finished and together:
             self._expect_return(len(finished))
         for request, rollout in finished:
+            if request.report is not None:  # of all, before the last result ends their stream
+                request.report(rollout)
+        for request, rollout in finished:
             self.metrics.sampled_tokens += len(rollout.tokens)
             self.metrics.prompt_tokens += len(rollout.prompt_ids)
             _settle(request, rollout)
+
+    def _report_new(self, session: Session) -> None:
+        known = {number: own.reported for number, own in self._running.items() if own.report is not None}
+        for number, piece in session.new_tokens(known).items():
+            request = self._running[number]
+            request.reported += len(piece.tokens)
+            assert request.report is not None, "it is streamed"
+            request.report(piece)
 
     def _expect_return(self, clients: int) -> None:
         with self._arrived:

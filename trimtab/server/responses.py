@@ -7,18 +7,19 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, repeat, zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from starlette.responses import Response
 
-from trimtab.envs.chat_tokens import calls_as_json
+from trimtab.envs.chat_tokens import calls_as_json, without_beginnings
 from trimtab.envs.types import Message
-from trimtab.rollout.trajectory import Trajectory
+from trimtab.rollout.trajectory import TopLogprobs, Trajectory
 from trimtab.server.request_params import RequestParams
+from trimtab.server.request_queue import EngineFailed
 from trimtab.server.sessions import ServedPolicy
 
 LEAST = -9999.0  # replaces a log-prob of -inf, which JSON does not have
@@ -32,6 +33,7 @@ class Completion:
     prompt_ids: list[int]
     rollouts: list[Trajectory]
     messages: list[Message]  # one for each rollout of a chat
+    echoed: tuple[list[int], str] = ([], "")  # the prompt and its text, if answers include it
 
 
 class ResponseBuilder:
@@ -43,13 +45,11 @@ class ResponseBuilder:
     def chat(self, completion: Completion, params: RequestParams) -> Response:
         choices = []
         for index, (rollout, message) in enumerate(zip(completion.rollouts, completion.messages)):
-            called = "tool_calls" in message
             choices.append(
                 {
                     "index": index,
                     "message": _shown_message(message),
-                    "finish_reason": "tool_calls" if called and rollout.finish == "stop" else rollout.finish,
-                    "stop_reason": self._stop_reason(rollout, params),
+                    **self._ending(rollout, params, message),
                     "logprobs": {"content": self._content(rollout, params)} if params.log_probs else None,
                     **({"token_ids": rollout.ids} if params.token_ids else {}),
                 }
@@ -57,7 +57,7 @@ class ResponseBuilder:
         body = self._head("chatcmpl", "chat.completion") | {"choices": choices, "usage": _usage([completion])}
         if params.token_ids:
             body["prompt_token_ids"] = completion.prompt_ids
-        return _streamed(body, params, _chat_pieces) if params.stream else _json(body)
+        return _json(body)
 
     def completions(self, answers: list[Completion], params: RequestParams) -> Response:
         choices: list[dict[str, Any]] = []
@@ -67,15 +67,14 @@ class ResponseBuilder:
                 choices.append(
                     {
                         "index": len(choices),
-                        "text": self.text(rollout, params),
-                        "finish_reason": rollout.finish,
-                        "stop_reason": self._stop_reason(rollout, params),
-                        "logprobs": self._columns(rollout, params) if params.log_probs else None,
+                        "text": completion.echoed[1] + self.text(rollout, params),
+                        **self._ending(rollout, params),
+                        "logprobs": self._columns(rollout, params, completion.echoed[0])[0],
                         **ids,
                     }
                 )
         body = self._head("cmpl", "text_completion") | {"choices": choices, "usage": _usage(answers)}
-        return _streamed(body, params, lambda choice: [choice]) if params.stream else _json(body)
+        return _json(body)
 
     def generation(self, completion: Completion, params: RequestParams, name: str) -> Response:
         choices = [
@@ -88,6 +87,51 @@ class ResponseBuilder:
             for index, rollout in enumerate(completion.rollouts)
         ]
         return _json({"request_id": name, "choices": choices, "usage": _usage([completion])})
+
+    # ---- chunks of a stream
+
+    def chunk(self, kind: Literal["chat", "text"], params: RequestParams) -> dict[str, Any]:
+        """A chunk without choices."""
+        head = (
+            self._head("chatcmpl", "chat.completion.chunk") if kind == "chat" else self._head("cmpl", "text_completion")
+        )
+        return head | ({"usage": None} if params.stream_usage else {})
+
+    def chat_choices(
+        self, index: int, stream: "AnswerStream", new: Trajectory, message: Message, params: RequestParams
+    ) -> list[dict[str, Any]]:
+        """The choices of the next chunks. `new`: new tokens; `message`: so far, or of the finished answer."""
+        choices: list[dict[str, Any]] = []
+        if not stream.begun:
+            choices.append({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+        delta: dict[str, Any] = stream.delta(message)
+        if thought := delta.get("reasoning_content"):
+            delta["reasoning"] = thought
+        if calls := message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls_as_json(calls))]
+        if delta or ((params.log_probs or params.token_ids) and new.ids):
+            log_probs = {"content": self._content(new, params)} if params.log_probs else None
+            middle = {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": None}
+            choices.append(middle | ({"token_ids": new.ids} if params.token_ids else {}))
+        if new.finish is not None:
+            ending = self._ending(replace(new, tokens=np.array(stream.ids, np.int32)), params, message)
+            choices.append({"index": index, "delta": {}, **ending})
+        return choices
+
+    def completion_choices(
+        self, index: int, stream: "AnswerStream", new: Trajectory, message: Message, params: RequestParams
+    ) -> list[dict[str, Any]]:
+        text = stream.delta(message).get("content", "")
+        if not text and new.finish is None and not ((params.log_probs or params.token_ids) and new.ids):
+            return []
+        columns, stream.offset = self._columns(new, params, [] if stream.begun else stream.before, stream.offset)
+        ending: dict[str, Any] = {"finish_reason": None, "stop_reason": None}
+        if new.finish is not None:
+            ending = self._ending(replace(new, tokens=np.array(stream.ids, np.int32)), params)
+        return [
+            {"index": index, "text": text, **ending, "logprobs": columns}
+            | ({"token_ids": new.ids} if params.token_ids else {})
+        ]
 
     # ---- parts
 
@@ -126,23 +170,43 @@ class ResponseBuilder:
             found.append(f'{{"token":{written},"logprob":{log_prob},"bytes":{spelling}')
         return found
 
-    def _columns(self, rollout: Trajectory, params: RequestParams) -> dict[str, Any]:
-        if params.names_as_ids:
-            names = [f"token_id:{token}" for token in rollout.ids]
-            written = [f'"{name}"' for name in names]
-        else:
-            known = list(map(self.policy.names.__getitem__, rollout.ids))
-            names, written = [name for name, _ in known], [name for _, name in known]
-        others = None
-        if rollout.alternatives is not None:
-            rows = zip(rollout.alternatives.tokens.tolist(), _in_range(rollout.alternatives.log_probs).tolist())
-            others = [{self._name(token, params)[0]: value for token, value in zip(*row)} for row in rows]
-        return {
-            "tokens": RawJSON(_listed(written)),
-            "token_logprobs": RawJSON(_listed(_numbers(rollout.log_probs))),
-            "top_logprobs": others,
-            "text_offset": RawJSON(str([0, *accumulate(map(len, names[:-1]))] if names else [])),
+    def _columns(
+        self, rollout: Trajectory, params: RequestParams, before: list[int], offset: int = 0
+    ) -> tuple[dict[str, Any] | None, int]:
+        """Log-probs of the echoed prompt's tokens and of the answer's, if requested, and the text offset behind them.
+        `offset`: of the first token."""
+        if not params.log_probs:
+            return None, 0
+        known = [self._name(token, params) for token in [*before, *rollout.ids]]
+        numbers, others = _numbers(rollout.log_probs), self._others(rollout.alternatives, params)
+        if before and rollout.prompt_log_probs is not None:  # the first token has none
+            scores = rollout.prompt_log_probs
+            numbers = ["null", *_numbers(scores.log_probs), *numbers]
+            others = ["null", *self._others(scores.alternatives, params), *others]
+        offsets = list(accumulate((len(name) for name, _ in known), initial=offset))
+        columns = {
+            "tokens": RawJSON(_listed(written for _, written in known)),
+            "token_logprobs": RawJSON(_listed(numbers)),
+            "top_logprobs": RawJSON(_listed(others)) if params.sampling.top_log_probs else None,
+            "text_offset": RawJSON(str(offsets[:-1])),
         }
+        return columns, offsets[-1]
+
+    def _others(self, likely: TopLogprobs | None, params: RequestParams) -> list[str]:
+        """JSON objects of the most likely tokens. Of several with the same name, which are no whole characters, the
+        most likely one is named."""
+        if likely is None:
+            return []
+        rows = zip(likely.tokens[:, ::-1].tolist(), likely.log_probs[:, ::-1])
+        named = [
+            {self._name(token, params)[1]: value for token, value in zip(tokens, _numbers(p))} for tokens, p in rows
+        ]
+        return [f"{{{','.join(f'{name}:{own[name]}' for name in reversed(own))}}}" for own in named]
+
+    def _ending(self, rollout: Trajectory, params: RequestParams, message: Message | None = None) -> dict[str, Any]:
+        called = message is not None and "tool_calls" in message and rollout.finish == "stop"
+        reason = "tool_calls" if called else rollout.finish
+        return {"finish_reason": reason, "stop_reason": self._stop_reason(rollout, params)}
 
     def _stop_reason(self, rollout: Trajectory, params: RequestParams) -> int | str | None:
         """The stop token or stop string that ended the answer; None for the model's own stop tokens."""
@@ -219,30 +283,58 @@ def _json(body: dict[str, Any]) -> Response:
     return Response(_dumped(body), media_type="application/json")
 
 
-# ---- server-sent events: each answer is sent whole, once it is finished
+# ---- server-sent events
 
 
-def _streamed(
-    body: dict[str, Any], params: RequestParams, pieces: Callable[[dict[str, Any]], list[dict[str, Any]]]
-) -> Response:
-    head = {name: value for name, value in body.items() if name not in ("choices", "usage", "prompt_token_ids")}
-    head["object"] = {"chat.completion": "chat.completion.chunk"}.get(head["object"], head["object"])
-    chunks = [head | {"choices": [piece]} for choice in body["choices"] for piece in pieces(choice)]
-    if "prompt_token_ids" in body:
-        chunks[0]["prompt_token_ids"] = body["prompt_token_ids"]
-    if params.stream_usage:
-        chunks.append(head | {"choices": [], "usage": body["usage"]})
-    lines = [*map(_dumped, chunks), "[DONE]"]
-    return Response("".join(f"data: {line}\n\n" for line in lines), media_type="text/event-stream")
+class AnswerStream:
+    """An answer on its way to a client that reads along: which part of its text is certain, and what was sent."""
+
+    def __init__(self, policy: ServedPolicy, *, special: bool, echoed: tuple[list[int], str] = ([], "")):
+        """`special`: its text has the names of special tokens; `echoed`: the prompt that precedes it."""
+        self._policy, self._special = policy, special
+        self.before, self.prompt_text = echoed
+        self.ids: list[int] = []
+        self.begun = False
+        self.offset = 0  # of the next token in the text of all
+        self._text = ""
+        # The tokens from the first place on are decoded, and those up to the second are in the text: tokens before a
+        # word may change how it is written.
+        self._window = 0, 0
+        self._sent: dict[str, int] = {}
+
+    def take(self, piece: Trajectory) -> Trajectory:
+        """The new tokens of a piece, or of the finished answer."""
+        count, likely = len(self.ids), piece.alternatives
+        if piece.finish is not None:
+            if piece.ids[:count] != self.ids:
+                raise EngineFailed("the answer was begun anew with other weights; ask again")
+            likely = None if likely is None else TopLogprobs(likely.tokens[count:], likely.log_probs[count:])
+            piece = replace(piece, tokens=piece.tokens[count:], log_probs=piece.log_probs[count:], alternatives=likely)
+        self.ids += piece.ids
+        return piece
+
+    def certain_text(self, stops: Sequence[str]) -> str:
+        """The text that later tokens do not change: without an incomplete character, or what may be a stop string."""
+        first, last = self._window
+        known, found = (self._policy.text(self.ids[first:end], special=self._special) for end in (last, len(self.ids)))
+        # Tokenizers with tokens for bytes give up all characters of a sequence of such tokens if one is incomplete.
+        complete = not found.endswith("\ufffd") and not str(
+            self._policy.tokenizer.convert_ids_to_tokens(self.ids[-1])
+        ).startswith("<0x")
+        if len(found) > len(known) and complete:
+            self._text += found[len(known) :]
+            self._window = last, len(self.ids)
+        places = [place for stop in stops if (place := self._text.find(stop)) >= 0]
+        return self._text[: min(places)] if places else without_beginnings(self._text, stops)
+
+    def delta(self, message: Message) -> dict[str, str]:
+        """What of a message was not sent yet."""
+        texts = {"reasoning_content": message.get("reasoning_content"), "content": message["content"]}
+        sent, self._sent = self._sent, {name: len(text or "") for name, text in texts.items()}
+        return {
+            name: text[sent.get(name, 0) :] for name, text in texts.items() if text and len(text) > sent.get(name, 0)
+        }
 
 
-def _chat_pieces(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    message = choice["message"]
-    delta = {name: value for name, value in message.items() if name != "role"}
-    if calls := message.get("tool_calls"):
-        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-    opening = {"index": choice["index"], "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-    middle = choice | {"delta": delta, "finish_reason": None}
-    del middle["message"], middle["stop_reason"]
-    ending = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
-    return [opening, middle, ending | {"stop_reason": choice["stop_reason"]}]
+def as_event(body: dict[str, Any] | str) -> bytes:
+    return f"data: {body if isinstance(body, str) else _dumped(body)}\n\n".encode()

@@ -361,13 +361,13 @@ class ServedPolicy:
         if min(ids) < 0 or max(ids) >= self.defaults.vocabulary:
             raise InvalidRequest(f"{param} has a token id that is not below {self.defaults.vocabulary}", param)
 
-    def max_new_tokens(self, prompt_ids: list[int], param: str) -> int:
-        """The largest number of tokens of an answer to this prompt."""
+    def max_new_tokens(self, prompt_ids: list[int], param: str, least: int = 1) -> int:
+        """The largest number of tokens of an answer to this prompt, which must be at least `least`."""
         if not prompt_ids:
             raise InvalidRequest(f"{param} has no token; at least one is needed", param)
         self.check_ids(prompt_ids, param)
         room = self.max_model_len - len(prompt_ids)
-        if room < 1:
+        if room < least:
             raise no_room(self.max_model_len, len(prompt_ids), param)
         return room
 

@@ -9,7 +9,7 @@ Between calls the engine keeps the KV cache, the prefix cache and captured graph
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -39,7 +39,7 @@ from trimtab.rollout.sampling import (
     request_seed,
     stop_string_end,
 )
-from trimtab.rollout.trajectory import Finish, TopLogprobs, Trajectory
+from trimtab.rollout.trajectory import Finish, PromptLogprobs, TopLogprobs, Trajectory
 
 
 def append_tokens(
@@ -105,10 +105,13 @@ def trajectory_of(sample: SequenceState, finish: Finish, version: int) -> Trajec
     rollout = Trajectory(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, versions=versions)
     rollout.plain_log_probs = sample.plain_log_probs.array if sample.sampling.plain_log_probs else None
     rollout.alternatives = None if sample.likely is None else TopLogprobs(*(c.array for c in sample.likely))
+    rollout.prompt_log_probs = prompt.log_probs
     return rollout
 
 
 # ---- prefill
+
+SCORED_LOGITS = 2**27  # numbers in memory at once while log-probs of a prompt are read
 
 
 class Prefill:
@@ -160,6 +163,10 @@ class Prefill:
 
     def _prefill_prompts(self, prompts: list[PromptState]) -> None:
         self.tokens += sum(_new_tokens(p) for p in prompts)
+        unscored = [p for p in prompts if p.scoring is not None and p.log_probs is None]
+        for group in _groups(unscored, _new_tokens, self.most):
+            self._score(group)
+        prompts = [p for p in prompts if p not in unscored]
         for group in _groups([p for p in prompts if p.cached == 0], _new_tokens, self.most):
             self.hidden.update(zip(group, self._prefill_group(group)))
         # These continue from cached prefixes.
@@ -167,6 +174,29 @@ class Prefill:
             parts = [group] if self.graphs.prefills is None else _groups(group, lambda p: len(p.ids), MOST_TOGETHER)
             for part in parts:
                 self.hidden.update(zip(part, self._prefill_group(part)))
+
+    def _score(self, prompts: list[PromptState]) -> None:
+        """Prefill prompts of one pass, or a longer one in chunks, and compute the log-probs of their tokens."""
+        runner, (ids, pages) = self.runner, (prompts[0].ids, prompts[0].pages)
+        most = len(ids) if runner.recurrent else self.most
+        # A prompt that is longer than a pass is alone.
+        chunks = [
+            runner.prefill_hidden([(ids[: done + most], done, pages)]) for done in range(0, len(ids) - most, most)
+        ]
+        done = len(chunks) * most
+        chunks.append(
+            runner.prefill_hidden([(p.ids, 0 if number else done, p.pages) for number, p in enumerate(prompts)])
+        )
+        keep_states(prompts, runner.states)
+        rows = max(1, SCORED_LOGITS // runner.policy.head.out_features)
+        for prompt, hidden_TD in zip(prompts, torch.cat(chunks).split([len(p.ids) for p in prompts])):
+            assert prompt.scoring is not None, "its log-probs are requested"
+            after_T = torch.tensor(prompt.ids[1:], dtype=torch.long, device=hidden_TD.device)
+            parts = zip(hidden_TD[:-1].split(rows), after_T.split(rows))
+            scores = [_scores(runner.logits(hidden), after, prompt.scoring) for hidden, after in parts]
+            own, tokens, log_probs = (np.concatenate(column) for column in zip(*scores))
+            prompt.log_probs = PromptLogprobs(own, TopLogprobs(tokens, log_probs))
+            self.hidden[prompt] = hidden_TD[-1]
 
     def _prefill_group(self, prompts: list[PromptState]) -> torch.Tensor:
         sequences, first = [(p.ids, p.cached, p.pages) for p in prompts], prompts[0]
@@ -187,6 +217,15 @@ class Prefill:
             self.runner.prefill([(ids[: done + self.most], done, pages)])
             done += self.most
         return self.runner.prefill([(ids, done, pages), *sequences[1:]])
+
+
+def _scores(logits_TV: Tensor, after_T: Tensor, sampling: SamplingParams) -> tuple[np.ndarray, ...]:
+    """Log-probs of the tokens that follow, and the most likely tokens with theirs. A token that is the most likely one
+    has the same log-prob in both, to the last bit: clients compare them."""
+    log_probs_TV = (logits_TV.float() / (sampling.temperature or 1.0)).log_softmax(-1)
+    top = log_probs_TV.topk(min(sampling.prompt_log_probs or 0, log_probs_TV.shape[-1]), -1)
+    found = log_probs_TV.gather(-1, after_T[:, None])[:, 0], top.indices.int(), top.values
+    return tuple(part.cpu().numpy() for part in found)
 
 
 def keep_states(owners: Sequence[PromptState | SequenceState], states: Sequence[States | None]) -> None:
@@ -236,6 +275,8 @@ CHUNK_SIZE = 8  # decode steps between two visits of the host, without captured 
 class BuiltinSession(TokenSession):
     """An open session. Until it is closed, nothing else may use the policy."""
 
+    scores_prompts = True
+
     def __init__(self, engine: "BuiltinEngine", sampling: SamplingParams, prefix_caching: bool):
         """`prefix_caching`: later requests reuse the pages of earlier ones."""
         limits = {"vocabulary": engine.policy.head.out_features, "context": engine.context}
@@ -257,6 +298,7 @@ class BuiltinSession(TokenSession):
         plain = sampling.plain_log_probs and any(len(partial.tokens) for partial in partials)
         assert not plain, "a partial rollout has no log-probs at another temperature"
         prompt = PromptState(self.requests, list(prompt_ids), len(partials))
+        prompt.scoring = None if sampling.prompt_log_probs is None else sampling
         for partial in partials:
             own = request_seed(seed, partial.sample)
             self._new.append(SequenceState.of(prompt, partial, own, limit, sampling))
@@ -327,6 +369,19 @@ class BuiltinSession(TokenSession):
             versions = sample.partial.versions_with(count, self.engine.version)
             partial = Trajectory(0, sample.number, [], ids, log_probs, versions=versions)
             found.setdefault(sample.prompt.index, []).append(partial)
+        return found
+
+    def new_tokens(self, known: Mapping[int, int]) -> dict[int, Trajectory]:
+        found: dict[int, Trajectory] = {}
+        for sample in self._unfinished():
+            number = sample.prompt.index
+            if (first := known.get(number)) is None or len(sample.ids) <= first:
+                continue
+            piece = Trajectory(number, 0, [], sample.ids.since(first), sample.log_probs.since(first))
+            if sample.likely is not None:
+                piece.alternatives = TopLogprobs(*(column.since(first) for column in sample.likely))
+            piece.prompt_log_probs = None if first else sample.prompt.log_probs
+            found[number] = piece
         return found
 
     def close(self) -> None:

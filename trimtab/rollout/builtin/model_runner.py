@@ -131,6 +131,11 @@ class ModelRunner:
     def prefill(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
         """Prefill (ids, how many are cached, pages); returns the last hidden state of each [S, D]. Recurrent layers
         need whole sequences, whose states are then in `states`."""
+        last = np.cumsum([len(tokens) - done for tokens, done, _ in sequences]) - 1
+        return self.prefill_hidden(sequences)[last.tolist()]
+
+    def prefill_hidden(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
+        """`prefill` with the hidden states of all tokens that were not cached [T, D]."""
         spans, ids, positions, slots, wholes, start = [], [], [], [], [], 0
         for tokens, done, pages in sequences:
             own = len(tokens) - done
@@ -148,7 +153,7 @@ class ModelRunner:
         states = PrefillStates.of(spans, self.policy.config, self.device) if self.recurrent else None
         hidden = self.hidden_states(row, ids, self._tensor(*positions), self._tensor(*slots), continued, states)
         self.states = [None] * len(spans) if states is None else states.split()
-        return hidden[[span.start + span.length - 1 for span in spans]]
+        return hidden
 
     def prefill_answers(self, prompts: list[tuple[list[int], list[tuple[list[int], list[int]]]]]) -> None:
         """Prefill answers (ids, pages of the whole sequence) to prompts that are cached. The prompts' tokens are in the

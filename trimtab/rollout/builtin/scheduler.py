@@ -15,7 +15,7 @@ import numpy as np
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.prefix_cache import PrefixCache, PrefixHit
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Trajectory
+from trimtab.rollout.trajectory import PromptLogprobs, Trajectory
 
 
 class GrowingArray:
@@ -43,6 +43,16 @@ class GrowingArray:
         """Everything so far."""
         return np.concatenate(self._parts)
 
+    def since(self, first: int) -> np.ndarray:
+        """Everything but the first `first` values, of which there must be more."""
+        parts: list[np.ndarray] = []
+        left = self.count - first
+        while left > 0:
+            part = self._parts[-1 - len(parts)]
+            parts.append(part[max(0, len(part) - left) :])
+            left -= len(part)
+        return np.concatenate(parts[::-1])
+
     def extend(self, values: np.ndarray, count: int) -> None:
         """Append `count` values, at least one."""
         self._parts.append(values)
@@ -62,6 +72,8 @@ class PromptState:
     waiting: int  # samples not yet admitted
     pages: list[int] = field(default_factory=list)  # held while samples wait; empty: no prefill yet, or freed
     cached: int = 0  # length of the prefix that was in the prefix cache
+    scoring: SamplingParams | None = None  # if log-probs of its tokens are requested
+    log_probs: PromptLogprobs | None = None  # once they are computed
     states: Any = None  # of recurrent layers, while samples wait
 
 
@@ -168,7 +180,9 @@ class Scheduler:
         prompt = sample.prompt
         if prompt.pages:
             return self._admit(sample)
-        hit = self.prefix_cache.lookup(prompt.ids)
+        # Log-probs need the hidden states of all tokens, which are not cached.
+        unscored = prompt.scoring is not None and prompt.log_probs is None
+        hit = PrefixHit() if unscored else self.prefix_cache.lookup(prompt.ids)
         admission = self._admit_with(sample, hit)
         if admission is None and hit.tail is not None:
             # There may be enough pages without the one to copy.
