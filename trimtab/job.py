@@ -7,6 +7,7 @@ starts several; `rehearse_job` is its dry run. A training run ends with its repo
 import dataclasses
 import importlib
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +28,14 @@ from trimtab.config.training_options import (
     PrecisionOptions,
     ProcessOptions,
 )
-from trimtab.data.hub import check_looks_like_model, trusting
+from trimtab.data.hub import base_card, check_looks_like_model, check_push, first_line, push_folder, trusting
 from trimtab.distributed.supervision import (
     LAUNCHER_SOCKET,
     STORE_SOCKET,
     Hear,
     is_lost_connection,
     launch_processes,
+    own_heartbeat,
     watch,
 )
 from trimtab.errors import Interrupted, RunFailed, UserError, error_chain
@@ -78,6 +80,8 @@ def prepared(options: Job, unwritten: Path | None = None) -> Job:
     name = f"trimtab {options.verb}"
     options, warnings = settled_and_checked(options)
     check_folders(options, unwritten)
+    if isinstance(options, CheckpointOptions) and options.push_to_hub and _first_to_speak():
+        check_push(options.push_to_hub, "--push_to_hub", ask=not options.dry_run)
     asks_here = isinstance(options, LoadOptions) and options.asks("flash_attn") and not on_a_cluster(options)
     if asks_here and not _accelerators():
         warnings.append("--flash_attn has no effect on a CPU: attention is torch's own there")
@@ -287,6 +291,24 @@ def _train(options: TrainedOptions) -> None:
         show_what_is_left(options, finished=False)
         raise
     show_what_is_left(options, finished=True)
+    if options.push_to_hub and os.environ.get("RANK", "0") == "0":
+        with own_heartbeat.waiting():
+            push_model(Path(options.save_path), options.push_to_hub, private=options.hub_private_repo)
+
+
+def push_model(folder: Path, repo: str, *, private: bool) -> None:
+    """Write the model card of a run, and upload its model."""
+    from trimtab.report.model_card import write_model_card
+    from trimtab.report.run_data import read_run
+
+    try:
+        write_model_card(folder, base_card(str(read_run(folder).options.get("pretrain", ""))))
+        print(f"{'hub':9}{push_folder(folder, repo, private=private)}", flush=True)
+    except Exception as error:
+        again = shlex.join(["trimtab", "push", str(folder), repo, *([] if private else ["--public"])])
+        raise RunFailed(
+            f"the model is in {folder}/ and not on the hub: {first_line(error)}; try again: {again}"
+        ) from error
 
 
 def _where_to_go_on(options: CheckpointOptions, before: tuple[str, int] | None) -> str:

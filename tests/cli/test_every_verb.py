@@ -6,7 +6,9 @@ import shlex
 import pytest
 
 from tests.cli.conftest import STEP_END, write_rows
+from tests.hub_standin import hub_standin
 from trimtab.cli.main import VERBS, main
+from trimtab.config.jobs import TRAINED
 from trimtab.embedded.knights_task import make_puzzles
 from trimtab.embedded.sort_task import make_prompts
 
@@ -68,6 +70,7 @@ ELSEWHERE = {
     "serve": "does not end by itself; tests/cli/test_serve.py",
     "serve-rm": "does not end by itself; tests/cli/test_serve_rm.py",
     "compare": "needs a run of several steps twice; tests/cli/test_compare.py",
+    "push": "needs a hub; tests/cli/test_push.py",
     "watch": "looks at files alone; tests/cli/test_watch.py",
     "plot": "reads the files of many runs; tests/report/test_plots.py",
 }
@@ -85,7 +88,12 @@ def test_it_runs_and_leaves_what_it_should(verb, place, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("exit\n"))
     commands, left = RUNS[verb]
     assert commands[-1].startswith(verb)
-    for command in commands:
-        assert left is None or not (place / left).exists(), "an earlier command has left it"
-        assert main(shlex.split(command)) == 0, capsys.readouterr().err
+    with hub_standin(monkeypatch) as hub:
+        for command in commands:
+            assert left is None or not (place / left).exists(), "an earlier command has left it"
+            words = shlex.split(command) + (["--push_to_hub", "me/trained"] if verb in TRAINED else [])
+            assert main(words) == 0, capsys.readouterr().err
     assert left is None or (place / left).stat().st_size > 0
+    if verb in TRAINED:
+        assert hub.files["me/trained"]["model.safetensors"] == (place / left).read_bytes()
+        assert f"- {verb}\n" in hub.files["me/trained"]["README.md"].decode()

@@ -116,7 +116,8 @@ PPO_DEFAULTS = {
 OWN_OF_RL = """config dry_run nproc num_workers use_visualdl use_trackio trackio_project attn_implementation
     wandb_http_proxy tokenizer_chat_template wandb_run_name train_max_tokens_per_gpu loss_reduction report_samples
     fit_memory eval_max_samples trust_remote_code keep_dropout hang_timeout max_steps gradient_accumulation_steps
-    overwrite controller_apart shard_size gradient_checkpointing_layers gradient_checkpointing_keep offload_activations
+    overwrite push_to_hub hub_private_repo controller_apart
+    shard_size gradient_checkpointing_layers gradient_checkpointing_keep offload_activations
     compile exact ray max_restarts restart_wait rollout_engine vllm_sync_lora async_staleness async_timeout
     bootstrap_truncated mismatch_correction mismatch_range teacher_model teacher_coef record replay placeholder_token
     reward_tokens step_reward step_separator reward_func reward_timeout generate_min_len repetition_penalty adam_eps

@@ -1,5 +1,5 @@
-"""Verbs that parse a few words of their own, each a function of the words: report, watch, compare, plot, plan, jobs,
-kk-data. `trimtab.cli.main` calls them and turns their mistakes into one line."""
+"""Verbs that parse a few words of their own, each a function of the words: report, push, watch, compare, plot, plan,
+jobs, kk-data. `trimtab.cli.main` calls them and turns their mistakes into one line."""
 
 import argparse
 import dataclasses
@@ -22,8 +22,10 @@ from trimtab.config.repulse_aliases import in_words_of_tail, is_repulse
 from trimtab.config.resolved_config import settle
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.training_options import CallOptions
-from trimtab.data.hub import trusting
+from trimtab.data.hub import ADAPTER, check_push, trusting
 from trimtab.errors import UserError
+from trimtab.files import is_unfinished
+from trimtab.job import push_model
 
 # ---- what runs left behind
 
@@ -50,6 +52,22 @@ def report(argv: Sequence[str]) -> None:
         print(write_report(runs[0], options.output))
     else:
         print(write_comparison(runs, options.output))
+
+
+def push(argv: Sequence[str]) -> None:
+    parser = CommandParser(
+        "trimtab push", "Upload the model or adapter of a finished run to the Hugging Face hub, with a model card."
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run: what --save_path was")
+    parser.add_argument("repo", metavar="REPO", help="repository on the hub (owner/name)")
+    parser.add_argument("--public", action="store_true", help="create it public; one that exists stays as it is")
+    options = parser.parse_args(argv)
+    folder = Path(options.run).expanduser()
+    model = any((folder / name).is_file() for name in ("config.json", ADAPTER))
+    if not model or not (folder / "manifest.json").is_file() or is_unfinished(folder):
+        raise UserError(f"{options.run}: no finished run; give what --save_path was")
+    check_push(options.repo, "REPO")
+    push_model(folder, options.repo, private=not options.public)
 
 
 def watch(argv: Sequence[str]) -> None:

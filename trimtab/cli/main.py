@@ -62,6 +62,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "jobs": ("trimtab.cli.commands:jobs", "write Slurm or shell files for a command over seeds"),
     "report": ("trimtab.cli.commands:report", "turn a run's metrics into a page to look at"),
     "watch": ("trimtab.cli.commands:watch", "a run while it works, or after: in the terminal, or as a live page"),
+    "push": ("trimtab.cli.commands:push", "upload the model of a run with its model card to the Hugging Face hub"),
     "compare": ("trimtab.cli.commands:compare", "judge whether two runs are the same training on two devices"),
 }
 

@@ -360,6 +360,10 @@ class CheckpointOptions(Options):
     """At every checkpoint also save the model in Hugging Face form."""
     disable_ds_ckpt: bool = False
     """Save no resumable state at --save_steps (for use with --save_hf_ckpt)."""
+    push_to_hub: str | None = of_this_call(None)
+    """Upload the trained model or adapter with a model card to this repository of the Hugging Face hub (owner/name)."""
+    hub_private_repo: bool = option(True, needs="push_to_hub")
+    """Create the repository of --push_to_hub private; one that exists stays as it is."""
     use_ds_universal_ckpt: bool = option(
         False, refused="is not needed: a checkpoint made here loads on any number of processes; leave it out"
     )

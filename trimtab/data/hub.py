@@ -103,6 +103,64 @@ def hub_or_cache() -> Iterator[bool]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
+# ---- uploads
+
+# Nothing else of a run: its answers and rollouts may be private.
+UPLOADED: tuple[str, ...] = (
+    "README.md",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*config.json",
+    "tokenizer*",
+    "chat_template*",
+)
+UPLOADED += ("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "rewards.json", "*.py")
+
+
+def check_push(repo: str, flag: str, *, ask: bool = True) -> None:
+    """Refuse an upload that cannot succeed: a wrong name, no token, or, if the hub may be asked, one it refuses."""
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"{flag} {repo}: no name of a repository, give owner/name ({first_line(error)})") from None
+    if get_token() is None:
+        raise UserError(f"{flag} {repo}: the hub needs a token: hf auth login, or set HF_TOKEN")
+    if not ask:
+        return
+    try:
+        HfApi().whoami()
+    except HfHubHTTPError as error:
+        raise UserError(f"{flag} {repo}: the hub refuses the token ({first_line(error)}): hf auth login") from None
+    except Exception as error:  # HTTP libraries change
+        raise UserError(f"{flag} {repo}: the hub does not answer ({first_line(error)}); upload later") from None
+
+
+def push_folder(folder: Path, repo: str, *, private: bool) -> str:
+    """Upload a model folder; returns its address."""
+    from huggingface_hub import HfApi
+
+    made = HfApi().create_repo(repo, private=private, exist_ok=True)
+    how: dict[str, Any] = {"allow_patterns": list(UPLOADED), "ignore_patterns": ["*/*"]}
+    HfApi().upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Upload by trimtab", **how)
+    return str(made)
+
+
+def base_card(base: str) -> dict[str, Any]:
+    """What the card of a base model says; with its name, if it is on the hub."""
+    from huggingface_hub import ModelCard
+
+    local = Path(base).expanduser().is_dir()
+    named: dict[str, Any] = {} if local else {"base_model": base}
+    with contextlib.suppress(Exception):  # many models have no card, or a broken one
+        card = ModelCard.load(Path(base).expanduser() / "README.md" if local else base)
+        named = card.data.to_dict() | named
+    return named
+
+
 # ---- model folders, by their JSON files alone
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
