@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from trimtab.rollout.sampling import request_seed, stop_string_end
+from trimtab.errors import UserError
+from trimtab.rollout.engine import TokenSession
+from trimtab.rollout.sampling import SamplingParams, request_seed, stop_string_end
 
 
 def by_bytes() -> Tokenizer:
@@ -106,3 +108,13 @@ def test_seeds_are_what_they_were(seed, request_number, expected):
 def test_seeds_differ_and_fit_a_tensor_of_integers():
     seeds = {request_seed(seed, request) for seed in range(20) for request in range(50)}
     assert len(seeds) == 1000 and -(2**63) <= min(seeds) < 0 < max(seeds) < 2**63
+
+
+def test_an_engine_without_log_probs_of_prompts_says_so():
+    session = TokenSession(SamplingParams(), vocabulary=9, context=9, owner="engine", tokenizer=None)
+    with pytest.raises(UserError, match="only the built-in engine"):
+        session.add([1], sampling=SamplingParams(prompt_log_probs=0))
+    with pytest.raises(UserError, match="prompt_log_probs is 21"):
+        SamplingParams(prompt_log_probs=21)
+    with pytest.raises(UserError, match="max_new_tokens is 0"):
+        SamplingParams(max_new_tokens=0)

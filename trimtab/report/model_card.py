@@ -28,7 +28,7 @@ def write_model_card(folder: Path, base: dict[str, Any]) -> None:
     about["pipeline_tag"] = KINDS.get(run.job, "text-generation")
     about["tags"] = ["trimtab", run.job, *(["lora"] if adapter else [])]
     version = run.manifest.get("versions", {}).get("trimtab", "")
-    figures = [(name, value, note) for name, value, note in achieved(run)]
+    figures = achieved(run)
     figures += [(name, short_number(last), "") for name in LOSSES if (last := run.last(name)) is not None]
     licence = f"As the base model: {about['license']}." if "license" in about else "The base model's card names none."
     parts = [

@@ -47,7 +47,7 @@ from trimtab.server.request_params import (
     read_tools,
 )
 from trimtab.server.request_queue import CompletionBackend, CompletionRequest, EngineFailed, PolicyMetrics
-from trimtab.server.responses import AnswerStream, Completion, ResponseBuilder, as_event, without_stop
+from trimtab.server.responses import AnswerStream, Completion, ResponseBuilder, as_event, usage_of, without_stop
 from trimtab.server.sessions import (
     ChatFormat,
     ChatPrompt,
@@ -283,24 +283,23 @@ class CompletionEndpoints:
         async def events() -> AsyncIterator[bytes]:
             nonlocal last
             read, sampled = sum(len(request.prompt_ids) for request in requests), 0
-            while isinstance(last, tuple):
-                index, piece = last
-                stream, more = streams[index], {}
-                if piece.finish is not None or piece.alternatives is not None or not params.sampling.top_log_probs:
+            while isinstance(last, tuple):  # then comes the result of all
+                (index, piece), last = last, None
+                stream, ended = streams[index], piece.finish is not None
+                # An engine without alternatives of unfinished answers has them at the end.
+                if ended or piece.alternatives is not None or not params.sampling.top_log_probs:
                     new = stream.take(piece)
-                    text = "" if piece.finish is not None else stream.certain_text(params.hidden_stops)
-                    message = certain(stream, text) if piece.finish is None else finished(index, piece)
                     sampled += len(new.tokens)
-                    if params.token_ids and not stream.begun:
-                        more["prompt_token_ids"] = requests[index // params.answers].prompt_ids
+                    hidden = params.hidden_stops
+                    message = finished(index, piece) if ended else certain(stream, stream.certain_text(hidden))
+                    ids = requests[index // params.answers].prompt_ids
+                    first = {"prompt_token_ids": ids} if params.token_ids and not stream.begun else {}
                     for choice in choices_of(index, stream, new, message, params):
-                        stream.begun = True
-                        yield as_event(head | {"choices": [choice]} | more)
-                        more = {}
+                        yield as_event(head | {"choices": [choice]} | first)
+                        stream.begun, first = True, {}
                 last = await anext(arriving)
             if params.stream_usage:
-                usage = {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
-                yield as_event(head | {"choices": [], "usage": usage})
+                yield as_event(head | {"choices": [], "usage": usage_of(read, sampled)})
             yield as_event("[DONE]")
 
         return StreamedResponse(events())

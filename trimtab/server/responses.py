@@ -244,6 +244,10 @@ def without_stop(text: str, rollout: Trajectory, params: RequestParams) -> str:
 def _usage(answers: list[Completion]) -> dict[str, int]:
     read = sum(len(completion.prompt_ids) for completion in answers)
     sampled = sum(len(rollout.tokens) for completion in answers for rollout in completion.rollouts)
+    return usage_of(read, sampled)
+
+
+def usage_of(read: int, sampled: int) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
