@@ -230,7 +230,9 @@ def test_a_likeliest_token_of_a_prompt_is_known_by_its_log_prob(server):
     (choice,) = server.post("/v1/completions", fields).json()["choices"]
     ids = choice["prompt_token_ids"] + choice["token_ids"]
     fields = {"prompt": ids, "echo": True, "logprobs": 5, "max_tokens": 0, "temperature": 0}
+    before = engine().prefilled_tokens
     (choice,) = server.post("/v1/completions", fields).json()["choices"]
+    assert engine().prefilled_tokens - before == len(ids), "pages that others may share are not written again"
     log_probs, likely = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
     assert [own == max(top.values()) for own, top in zip(log_probs[-20:], likely[-20:])] == [True] * 20
     assert drawn.status_code == 200 and len(choice["logprobs"]["tokens"]) == len(ids)
