@@ -205,7 +205,22 @@ class UnpairedLossOptions(BetaOptions):
         return ()
 
 
-class DistillationOptions(Options):
+class DivergenceOptions(Options):
+    """Teacher"""
+
+    jsd_beta: float = 0.5
+    """Share of the teacher in jsd's mixture; towards 0 it behaves like forward_kl, towards 1 like reverse_kl."""
+
+    def check(self) -> Iterable[str]:
+        if not 0 < self.jsd_beta < 1:
+            raise UserError(
+                f"--jsd_beta is {self.jsd_beta:g}: it must be between 0 and 1; at the ends jsd is forward_kl or "
+                "reverse_kl"
+            )
+        return ()
+
+
+class DistillationOptions(DivergenceOptions):
     """Teacher"""
 
     teacher_model: str = required("MODEL", "a hub name or a model folder with the same vocabulary", place="model")
@@ -216,16 +231,10 @@ class DistillationOptions(Options):
     """Weight of the distance to the teacher; the data's own tokens have the rest, 1 - kd_coef."""
     kd_loss: str = option("forward_kl", choices=("forward_kl", "reverse_kl", "jsd"))
     """Distance to the teacher: forward_kl (cover all it says), reverse_kl (say nothing it would not), jsd."""
-    jsd_beta: float = option(0.5, needs=("kd_loss", "jsd"))
-    """Share of the teacher in jsd's mixture; towards 0 it behaves like forward_kl, towards 1 like reverse_kl."""
 
     def check(self) -> Iterable[str]:
-        if not 0 < self.jsd_beta < 1:
-            raise UserError(
-                f"--jsd_beta is {self.jsd_beta:g}: it must be between 0 and 1; at the ends jsd is --kd_loss "
-                "forward_kl or reverse_kl"
-            )
-        return () if self.kd_coef else ["--teacher_model has no effect with --kd_coef 0"]
+        lines = [] if self.kd_loss == "jsd" else self.idle(["jsd_beta"], "without --kd_loss jsd")
+        return lines if self.kd_coef else [*lines, "--teacher_model has no effect with --kd_coef 0"]
 
 
 class MergeOptions(Options):
@@ -265,14 +274,47 @@ GIVEN = "given:"
 """Before the name of a function that the process was given in Python: it has no file."""
 
 
-class TeacherRewardOptions(Options):
-    """Rewards"""
+class TeacherRewardOptions(DivergenceOptions):
+    """Teacher"""
 
     teacher_model: str | None = option(None, place="model")
-    """Model to learn from on the policy's own answers (on-policy distillation): each token's reward is how much more
-    likely the teacher finds it."""
-    teacher_coef: float = option(1.0, needs="teacher_model")
-    """Weight of that reward."""
+    """Model to learn from on the policy's own answers (on-policy distillation); --pretrain itself with --lora_rank: the
+    policy without its adapters, of which there is no second copy."""
+    teacher_divergence: str = option("sampled", choices=("sampled", "reverse_kl", "forward_kl", "jsd"))
+    """How the teacher is learnt from: sampled (each token's reward is how much more likely the teacher finds it), or a
+    loss over the whole vocabulary at every token, as --kd_loss of trimtab kd."""
+    teacher_coef: float = 1.0
+    """Weight of that reward or loss."""
+    teacher_prompt_key: str | None = None
+    """Column with the prompt that the teacher reads instead of the policy's, with what only it may know (the right
+    answer, a demonstration, feedback). Without --teacher_model the policy teaches itself (self-distillation)."""
+    teacher_prompt_func: str | None = None
+    """Function as FILE.py or FILE.py:FUNCTION that returns such prompts, or None, from the answers; signatures as for
+    --reward_func, with the column rewards."""
+    teacher_ema: bool = False
+    """The policy teaches itself with the averaged weights of --enable_ema, not with its current ones."""
+
+    @property
+    def is_taught(self) -> bool:
+        return bool(self.teacher_model or self.teacher_prompt_key or self.teacher_prompt_func)
+
+    @property
+    def teaches_vocabulary(self) -> bool:
+        """Whether the loss compares the distributions of teacher and policy over all tokens."""
+        return self.is_taught and self.teacher_divergence != "sampled"
+
+    def check(self) -> Iterable[str]:
+        if not self.is_taught:
+            why = "without --teacher_model, --teacher_prompt_key or --teacher_prompt_func"
+            return self.idle(["teacher_divergence", "teacher_coef", "jsd_beta", "teacher_ema"], why)
+        if self.teacher_prompt_key and self.teacher_prompt_func:
+            raise UserError("--teacher_prompt_key and --teacher_prompt_func both say what the teacher reads: give one")
+        if self.teacher_prompt_func:
+            check_function(self.teacher_prompt_func, "--teacher_prompt_func", "is not")
+        if self.teacher_ema and self.teacher_model:
+            raise UserError("--teacher_ema is the policy's own average, --teacher_model another teacher: drop one")
+        lines = [] if self.teacher_divergence == "jsd" else self.idle(["jsd_beta"], "without --teacher_divergence jsd")
+        return lines if self.teacher_coef else [*lines, "the teacher has no effect with --teacher_coef 0"]
 
 
 class JudgeOptions(Options):

@@ -34,7 +34,8 @@ _OF_OTHER_METHODS = (
     *("temperature", "top_p", "weight_only_int8", "max_epochs", "gamma", "use_kl_loss", "kl_estimator", "kl_target"),
     *("dynamic_filtering", "overlong_buffer_len", "entropy_loss_coef", "policy_loss_type", "no_advantage_std_norm"),
     *("eps_clip", "eps_clip_low_high", "dual_clip", "aux_loss_coef", "loss_reduction", "mismatch_correction"),
-    *("teacher_model", "pretrain_data", "freezing_actor_steps", "repetition_penalty", "generate_min_len"),
+    *("teacher_model", "teacher_prompt_key", "teacher_prompt_func", "pretrain_data", "freezing_actor_steps"),
+    *("repetition_penalty", "generate_min_len"),
     *("policy_loss_coef", "kl_clip", "running_reward_norm", "mask_truncated", "bootstrap_truncated"),
 )
 
@@ -128,6 +129,11 @@ class RLOptions(
         return self.use_kl_loss or summed
 
     @property
+    def teacher_is_base(self) -> bool:
+        """Whether the teacher is the policy without its adapters."""
+        return self.lora_rank > 0 and self.teacher_model == self.pretrain
+
+    @property
     def policy_processes(self) -> int:
         return self.processes if self.ray else len(self.ranks_of("actor", self.processes))
 
@@ -185,6 +191,8 @@ class RLOptions(
             why = f"with --advantage_estimator {estimator.name}: it standardises the rewards of each group"
             yield from self.idle(["running_reward_norm"], why)
         self._check_rewarded()
+        if self.teacher_ema and self.is_taught and not self.enable_ema:
+            raise UserError("--teacher_ema is the average that --enable_ema keeps: add it")
         if self.plays:
             yield from self._about_environments()
         if self.plays and self.episode_max_len is not None and self.episode_max_len < self.generate_max_len:
@@ -226,7 +234,7 @@ class RLOptions(
         if self.plays or any((self.reward_pretrain, self.reward_func, self.remote_rm_url, self.reward_verifier)):
             return
         name_one = "set --reward_pretrain, --reward_func, --remote_rm_url or --reward_verifier"
-        if not self.teacher_model and not self.replay:
+        if not self.is_taught and not self.replay:
             raise UserError(f"nothing gives rewards: {name_one}")
         if self.eval_dataset:
             raise UserError(f"--eval_dataset needs a reward to measure with: {name_one}, or leave it out")
@@ -293,7 +301,8 @@ class RLOptions(
 
     def _without_reference(self) -> str:
         """Why no model is placed by the reference's options, if none is."""
-        if self.teacher_model or (self.init_kl_coef > 0 and not self.lora_rank):
+        apart = self.teacher_model and not self.teacher_is_base
+        if apart or (self.init_kl_coef > 0 and not self.lora_rank):
             return ""
         return "with --lora_rank the reference is the policy" if self.init_kl_coef > 0 else "--init_kl_coef is 0"
 

@@ -122,20 +122,25 @@ class PromptDataset:
     """N prompts and their rows."""
 
     def __init__(self, tokens: PromptTokens, rows: Dataset, input_key: str, label_key: str | None):
-        self._tokens, self._rows = tokens, rows.select(tokens.rows)
+        self._tokens, self.rows = tokens, rows.select(tokens.rows)
         self._places = SelectedRows(locations_of(rows, "the data"), tokens.rows)
         self.input_key, self._label_key = input_key, label_key
         self.column_names = own_columns(rows.column_names)
         self._others = [name for name in self.column_names if name != input_key]
-        self._row = functools.lru_cache(4096)(self._rows.__getitem__)  # the answers to a prompt come close together
+        self._row = functools.lru_cache(4096)(self.rows.__getitem__)  # the answers to a prompt come close together
 
     def __len__(self) -> int:
         return len(self._tokens.rows)
 
+    @property
+    def kept(self) -> np.ndarray:
+        """Which rows of the data it was built from are prompts."""
+        return self._tokens.rows
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of the prompts and of all that their rows hold; what a file is called does not matter."""
-        rows = self._rows.select_columns(self.column_names)
+        rows = self.rows.select_columns(self.column_names)
         return content_hash(of=self._tokens.fingerprint + rows_hash(rows))
 
     @functools.cached_property
@@ -176,7 +181,7 @@ class PromptDataset:
         known = [name for name in (self._label_key, "reward_model") if name in self.column_names]
         if not known:  # a dataset without columns has no rows to look at
             return list(range(len(self)))
-        return [i for i, row in enumerate(self._rows.select_columns(known)) if _truth(row, known) is None]
+        return [i for i, row in enumerate(self.rows.select_columns(known)) if _truth(row, known) is None]
 
     def place(self, index: int) -> str:
         """Where the prompt stands in the user's files."""

@@ -190,20 +190,23 @@ def token_divergence(
     head: nn.Module,
     shape: LogitShape,
     teacher_hidden_ND: Tensor,
-    teacher_head: nn.Module,
+    teacher_head: Callable[[Tensor], Tensor],
     teacher_shape: LogitShape,
     divergence: Callable[[Tensor, Tensor], Tensor],
+    temperature: float = 1.0,
 ) -> Tensor:
     """Divergence between student and teacher at each token, in chunks that are recomputed in the backward pass.
 
-    A divergence is any function of both distributions, so the logits of a split head are gathered chunk by chunk.
+    A divergence is any function of both distributions, so the logits of a split head are gathered chunk by chunk. Heads
+    of one tokenizer may be padded to different sizes: the distributions are over the tokens that both have.
     """
 
     def of_chunk(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
-        student = shaped_logits(head(hidden), shape, 1.0)
+        student = shaped_logits(head(hidden), shape, temperature)
         with torch.no_grad():
-            teacher = shaped_logits(teacher_head(teacher_hidden), teacher_shape, 1.0)
-        return divergence(student, teacher)
+            teacher = shaped_logits(teacher_head(teacher_hidden), teacher_shape, temperature)
+        common = min(student.shape[-1], teacher.shape[-1])
+        return divergence(student[:, :common], teacher[:, :common])
 
     # Smaller chunks, since several fp32 matrices of a chunk are alive at once.
     size = max(1, chunk_tokens(head.out_features, hidden_ND.device) // 4)

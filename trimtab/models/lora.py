@@ -133,14 +133,20 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = state
 
 
+def base_layer(module: nn.Module) -> nn.Module:
+    """The layer without its adapter, if it has one."""
+    if isinstance(module, ModulesToSaveWrapper):
+        return module.original_module
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Replace adapted layers by their base layers inside the context, so that modules have their original names."""
     replaced = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, BaseTunerLayer | ModulesToSaveWrapper):
-                plain = child.get_base_layer() if isinstance(child, BaseTunerLayer) else child.original_module
+            if (plain := base_layer(child)) is not child:
                 replaced.append((parent, name, child))
                 setattr(parent, name, plain)
     try:

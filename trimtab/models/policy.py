@@ -3,14 +3,17 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.fsdp import gathered
+from trimtab.distributed.fsdp import gathered, whole
+from trimtab.errors import UserError
 from trimtab.models.lm_head import LogitShape, choice_log_probs, shaped_logits, token_divergence, token_log_probs
+from trimtab.models.lora import base_layer
 from trimtab.models.packed import PackedModel
 
 
@@ -30,11 +33,53 @@ register_dataclass(PolicyOutput)  # so that FSDP2 of torch 2.11 finds the tensor
 
 
 @dataclass
+class TeacherHead:
+    """The weights of a teacher's LM head, which a student in another process needs besides hidden states."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, policy: "Policy") -> "TeacherHead":
+        """The whole head without adapters; not a copy where it is not sharded. Every process must call it."""
+        head = base_layer(policy.head)
+        if policy.path == "logits" or type(head) is not nn.Linear:
+            name = type(policy.inner).__name__
+            raise UserError(f"{name} has an LM head we cannot read; use --teacher_divergence sampled")
+        with torch.no_grad():
+            weight_VD, bias_V = whole(head.weight), None if head.bias is None else whole(head.bias)
+        return cls(weight_VD.detach(), bias_V, policy.logit_shape.scale, policy.logit_shape.softcap)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight_VD, self.bias_V)
+
+    @property
+    def shape(self) -> LogitShape:
+        return LogitShape(self.scale, self.softcap)
+
+    def to(self, device: torch.device, *, copy: bool = False) -> "TeacherHead":
+        moved = [x if x is None else x.to(device, copy=copy) for x in (self.weight_VD, self.bias_V)]
+        return TeacherHead(moved[0], moved[1], self.scale, self.softcap)
+
+
+def check_vocabularies(student: "Policy", teacher: "Policy", tokenizer: Any, name: str | None) -> None:
+    """Refuse heads of different sizes, unless the rows that one lacks are padding: no tokens of their tokenizer."""
+    sizes = [model.head.out_features for model in (teacher, student)]
+    if sizes[0] != sizes[1] and min(sizes) < len(tokenizer):
+        raise UserError(
+            f"--teacher_model {name}: its vocabulary ({sizes[0]:,} outputs) is not the student's ({sizes[1]:,}), and "
+            f"their tokenizer has {len(tokenizer):,} tokens; distil between models that share a vocabulary"
+        )
+
+
+@dataclass
 class Teacher:
-    """The teacher's hidden states and head for distillation, at the trained tokens of this process."""
+    """The teacher's hidden states at all trained tokens, and its head; None: the student's own."""
 
     hidden_ND: Tensor
-    head: nn.Module
+    head: Callable[[Tensor], Tensor] | None
     shape: LogitShape
     divergence: Callable[[Tensor, Tensor], Tensor]  # (student logits, teacher logits) -> divergence of each token
 
@@ -70,9 +115,7 @@ class Policy(PackedModel):
         """Log-probs of the trained tokens, each predicted from the position before it.
 
         With `choices_K`: instead the log-probs over only these tokens, at the marked positions themselves. With
-        `hidden_only`: instead the hidden states that predict the trained tokens; under context parallelism, those of
-        this
-        process.
+        `hidden_only`: instead the hidden states that predict the trained tokens.
         """
         batch = self.rotary.separate(batch)
         if self.path == "logits":
@@ -88,7 +131,7 @@ class Policy(PackedModel):
             choices = choice_log_probs(read.states_ND, self.head, choices_K, self.logit_shape)
             return PolicyOutput(choices_NK=read.whole(choices), router_logits=read.routers)
         if hidden_only:
-            return PolicyOutput(hidden_ND=read.states_ND)
+            return PolicyOutput(hidden_ND=read.whole(read.states_ND))
         log_probs, entropies = token_log_probs(
             read.states_ND,
             self.head,
@@ -103,8 +146,8 @@ class Policy(PackedModel):
         if teacher is not None:
             divergence = token_divergence(
                 *(read.states_ND, self.head, self.logit_shape),
-                *(teacher.hidden_ND, teacher.head, teacher.shape),
-                teacher.divergence,
+                *(read.own(teacher.hidden_ND), teacher.head or self.head, teacher.shape),
+                *(teacher.divergence, temperature),
             )
             out.divergence_N = read.whole(divergence)
         return out

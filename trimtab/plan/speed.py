@@ -290,9 +290,10 @@ class TimeModel:
         if model.role != "actor":
             return 1
         as_reference = int(options.init_kl_coef > 0 and options.lora_rank > 0)  # the policy without adapters
+        as_reference += int(options.is_taught and (not options.teacher_model or options.teacher_is_base))
         if not apart and not options.bf16 and not options.weight_only_int8:
             return as_reference  # the engine's log-probs are used
-        there = {"reference": options.init_kl_coef > 0, "teacher": options.teacher_model is not None}
+        there = {"reference": options.init_kl_coef > 0, "teacher": options.is_taught and not options.teaches_vocabulary}
         leaves_kl = options.leaves_kl_to_update(accelerator=self.accelerator)
         return as_reference + options.scores_old_policy(**there, leaves_kl=leaves_kl)
 

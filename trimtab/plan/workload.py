@@ -156,7 +156,8 @@ def job_models(options: TrainedModelOptions) -> list[JobModel]:
             name, reference_offload = options.ref_pretrain or name, options.ref_offload
         skeleton = fake_frozen_policy(name, "--ref_pretrain")
         found.append(JobModel("reference", "reference", skeleton, offload=reference_offload))
-    if isinstance(options, RLOptions | DistillationOptions) and options.teacher_model:
+    own_base = isinstance(options, RLOptions) and options.teacher_is_base
+    if isinstance(options, RLOptions | DistillationOptions) and options.teacher_model and not own_base:
         if isinstance(options, DistillationOptions):
             teacher_offload = options.teacher_offload
         skeleton = fake_frozen_policy(options.teacher_model, "--teacher_model")

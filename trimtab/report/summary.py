@@ -124,9 +124,9 @@ def summary(run: RunData) -> str:
         told.append(f"{success.name} {change}{f' (95 % interval {success.interval})' if success.interval else ''}")
     elif success is not None:
         told.append(f"{success.name} is {success.shown(success.after)}")
-    teacher = run.ends("teacher_kl")
+    sampled, teacher = run.ends("teacher_kl"), run.ends("teacher_kl") or run.ends("distance")
     if teacher is not None:
-        told.append(f"the KL to the teacher {change_in_words(short_number, *teacher)}")
+        told.append(f"the {'KL' if sampled else 'distance'} to the teacher {change_in_words(short_number, *teacher)}")
     if reward is not None and not run.options.get("replay") and (teacher is None or any(reward)):
         window = run.tenth("reward")
         over = f" (mean of the last {window})" if window > 1 else ""
@@ -234,6 +234,9 @@ def lead(run: RunData) -> str:
     return " · ".join(parts)
 
 
+TAUGHT_BY = ("teacher_model", "teacher_prompt_key", "teacher_prompt_func")
+
+
 def facts(run: RunData) -> list[tuple[str, str]]:
     """Name and value of each fact that is known."""
     options = run.options
@@ -300,7 +303,7 @@ def _objective(run: RunData) -> str | None:
             f"weight {plain(options.get('kd_coef', 0.4))}"
         )
     if run.is_rl:
-        taught = ", as its teacher would" if run.options.get("teacher_model") else ""
+        taught = ", as its teacher would" if any(map(run.options.get, TAUGHT_BY)) else ""
         return f"to give answers of higher reward{taught}{_pushed(run)}: {_method(run)}"
     return None
 

@@ -57,6 +57,7 @@ Shown = Callable[[float], str]
 RL: dict[str, tuple[str, Shown]] = {
     "kl": ("KL", short_number),
     "teacher_kl": ("KL to teacher", short_number),
+    "distance": ("distance", short_number),
     "log_bad_probability": ("log P(bad)", short_number),
     "worst_reward": ("worst reward", short_number),
     "bad_share": ("bad answers", percent),

@@ -90,8 +90,11 @@ def describe_rewards(rewards: str, options: RLOptions) -> str:
         parts = [f"as recorded in {options.replay}", *([f"evaluations by {rewards}"] if rewards else [])]
     else:
         parts = [rewards] if rewards else []
-    if options.teacher_model:
-        parts.append(f"{options.teacher_coef:g} x log-probability by the teacher {options.teacher_model}")
+    if options.is_taught:
+        by = f"the teacher {options.teacher_model}" if options.teacher_model else "the policy as its own teacher"
+        kind = options.teacher_divergence
+        what = "log-probability by" if kind == "sampled" else f"{kind.replace('_', ' ')} (loss, all tokens) from"
+        parts.append(f"{options.teacher_coef:g} x {what} {by}")
     return "; ".join(parts)
 
 

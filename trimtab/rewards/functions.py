@@ -100,6 +100,7 @@ class FunctionReward(UserFunction):
     """The function of `place`, which is FILE.py or FILE.py:FUNCTION, in worker processes."""
 
     concurrent = True
+    called = "reward function"
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class FunctionReward(UserFunction):
         """
         self.file, _ = parse_source(place)
         if not self.file.is_file():
-            raise UserError(f"reward function {self.file}: no such file")
+            raise UserError(f"{self.called} {self.file}: no such file")
         self.seconds, self._stuck_reward = seconds, stuck_reward
         self._closing, outer = False, waiter or Waiter()
         self._waiter = Waiter(lambda: self._closing or outer.stopped())
@@ -130,7 +131,7 @@ class FunctionReward(UserFunction):
         try:
             self._pool = WorkerPool("trimtab.rewards.signatures", place, limits, self._waiter.stopped, **how)
         except LoadFailed as error:
-            raise UserError(f"reward function {self.file}: {error}") from error
+            raise UserError(f"{self.called} {self.file}: {error}") from error
         info = self._pool.info
         self.name, self.batched, self.is_async, self._reads_ids = (
             info[name] for name in ("name", "batched", "is_async", "reads_ids")
@@ -175,9 +176,32 @@ class FunctionReward(UserFunction):
             for _ in range(count):
                 yield self._pool.result(session)
         except LoadFailed as error:  # the file has changed since the run began
-            raise RewardFailed(f"reward function {self.file}: {error}") from error
+            raise RewardFailed(f"{self.called} {self.file}: {error}") from error
         finally:
             self._pool.drop(session)
+
+
+class PromptFunction(FunctionReward):
+    """--teacher_prompt_func: a function of a reward's signature that returns prompts for a teacher."""
+
+    called = "--teacher_prompt_func"
+
+    def prompts(self, request: RewardRequest) -> list[Any]:
+        """A text, a list of messages or None for each sample."""
+        what, count = f"{self.file}: {self.name}", len(request)
+        try:
+            found = list(self._answers(request, 1 if self.batched else count))
+        except CallTimeout as error:
+            raise RewardFailed(f"{what} was ended: a call may take {self.seconds:g} s (--reward_timeout)") from error
+        except SandboxError as error:
+            raise self._located(request, error) from error
+        prompts = found[0] if self.batched else found
+        if not isinstance(prompts, list) or len(prompts) != count:
+            raise RewardFailed(f"{what}: a list of {count} prompts is needed, one for each sample")
+        for row, prompt in enumerate(prompts):
+            if not (prompt is None or isinstance(prompt, str | list)):
+                raise RewardFailed(f"{what}: prompt {row} is {prompt!r}, neither text nor messages nor None", row)
+        return prompts
 
 
 # ---- what functions return

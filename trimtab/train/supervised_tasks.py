@@ -45,7 +45,7 @@ from trimtab.errors import UserError
 from trimtab.files import write_json
 from trimtab.models.load import Loaded, fake_frozen_policy, fake_reward_model, load_reward_model
 from trimtab.models.packed import scoring
-from trimtab.models.policy import Policy, Teacher
+from trimtab.models.policy import Policy, Teacher, check_vocabularies
 from trimtab.models.reward import REWARDS, RewardModel
 from trimtab.plan.workload import WITHOUT_REFERENCE
 from trimtab.train.task import FrozenScorer, PairTask, SupervisedTask, sequence_log_probs
@@ -94,12 +94,9 @@ class KDTask(SFTTask):
         super().check_model(model)
         name = self.options.teacher_model
         theirs = load_tokenizer(name, disable_fast=self.options.disable_fast_tokenizer, flag="--teacher_model")
-        sizes = [m.head.out_features for m in (model, fake_frozen_policy(name, flag="--teacher_model"))]
-        if theirs.get_vocab() != self.tokenizer.get_vocab() or sizes[0] != sizes[1]:
-            raise UserError(
-                f"--teacher_model {name}: its vocabulary ({sizes[1]:,} outputs) is not the student's ({sizes[0]:,}); "
-                "distil between models that share a tokenizer"
-            )
+        check_vocabularies(model, fake_frozen_policy(name, flag="--teacher_model"), self.tokenizer, name)
+        if theirs.get_vocab() != self.tokenizer.get_vocab():
+            raise UserError(f"--teacher_model {name}: its tokenizer is not --pretrain's; use one that is")
 
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
         with self.teacher.at_work() as teacher:

@@ -14,13 +14,17 @@ from trimtab.distributed.launcher import Unit
 from trimtab.distributed.ray.placement import RunPaths
 from trimtab.errors import UserError
 from trimtab.files import check_folder
+from trimtab.models.load import fake_frozen_policy
+from trimtab.models.lora import base_layer
 from trimtab.models.packed import PackedModel
 from trimtab.models.parallel.sharded_model import check_parallel_options
+from trimtab.models.policy import Policy, check_vocabularies
 from trimtab.models.pretrained import check_model_folder
 from trimtab.models.rotary import context_in_words, generated_context
 from trimtab.rewards.models import same_tokenizer
 from trimtab.train.launch import check_processes
 from trimtab.train.rl.source import Recording
+from trimtab.train.rl.teacher import TeacherPrompts
 
 MUCH_KL = 1.0  # nats a token: the policy no longer resembles the reference
 LITTLE_ENTROPY = 0.1  # of the entropy in the first iteration
@@ -38,7 +42,8 @@ OLD_IN_A_ROW = 3  # consecutive iterations at the staleness bound
 def alarms(row: dict, first_entropy: float, at_bound: int = 0) -> Iterator[str]:
     """Alarms of an iteration's row; `first_entropy`: of the first iteration, in nats a token; `at_bound`: the number of
     consecutive iterations whose oldest answers were at the staleness bound."""
-    taught = "teacher_kl" in row  # a teacher rewards every token, so equal rewards of answers are normal
+    # A teacher says something of every token, so equal rewards of answers are normal.
+    taught = "teacher_kl" in row or "distance" in row
     if row["reward_std"] == 0 and not taught:
         yield "all rewards are equal: there is nothing to learn from; look at the reward and at a few answers"
     elif row["equal_groups"] == 1 and not taught:
@@ -156,11 +161,21 @@ def check_drop_last(order: SampleOrder, options: RLOptions) -> None:
         )
 
 
-def check_teacher(options: RLOptions, tokenizer: Any) -> None:
-    """Refuse a teacher with another tokenizer: it scores the policy's token ids."""
-    assert options.teacher_model is not None
-    if not _reads_tokens(options.teacher_model, "--teacher_model", options, tokenizer):
-        raise UserError(f"--teacher_model {options.teacher_model}: its tokenizer is not --pretrain's; use one that is")
+def check_teacher(options: RLOptions, tokenizer: Any, policy: Policy, store: PromptDataset) -> TeacherPrompts | None:
+    """Refuse a teacher with another tokenizer, because it scores the policy's token ids, and one whose distributions or
+    prompts cannot be used. Returns the prompts that it reads, if they are not the policy's."""
+    teacher, name = policy, options.teacher_model
+    if name is not None:
+        if not _reads_tokens(name, "--teacher_model", options, tokenizer):
+            raise UserError(f"--teacher_model {name}: its tokenizer is not --pretrain's; use one that is")
+        teacher = fake_frozen_policy(name, "--teacher_model")
+    if options.teaches_vocabulary:
+        check_vocabularies(policy, teacher, tokenizer, name)
+        if options.teacher_ema and base_layer(policy.head) is not policy.head:
+            raise UserError("--teacher_ema: the LM head has an adapter; leave it out of --target_modules")
+    if not options.teacher_prompt_key and not options.teacher_prompt_func:
+        return None
+    return TeacherPrompts(options, store, tokenizer, generated_context(teacher.config))
 
 
 def critic_start(options: RLOptions, tokenizer: Any) -> tuple[str, str | None]:
@@ -240,7 +255,7 @@ def _named_sources(options: RLOptions) -> Iterator[tuple[str, str]]:
             kind, _, folder = source.partition("@")
             yield flag, folder if kind in FILE_TYPES and folder else source
     functions = {"reward_func": options.reward_func, "remote_rm_url": options.remote_rm_url}
-    functions["agent_func_path"] = options.agent_func_path
+    functions |= {"agent_func_path": options.agent_func_path, "teacher_prompt_func": options.teacher_prompt_func}
     for flag, files in functions.items():
         for file in listed(files):
             yield flag, file[: file.rfind(".py") + 3]  # a function's name may follow

@@ -133,6 +133,8 @@ def runs(starts_S: Tensor, lengths_S: Tensor) -> list[slice]:
 
 def joined(column: Tensor, runs: list[slice]) -> Tensor:
     """Concatenate these slices of a column."""
+    if column.dtype == torch.bfloat16:  # which numpy lacks
+        return joined(column.view(torch.int16), runs).view(torch.bfloat16)
     values = column.numpy()
     return torch.from_numpy(np.concatenate([values[run] for run in runs])) if runs else column[:0]
 
@@ -144,7 +146,7 @@ FINISHES = ("stop", "length", "abort", "context", "turns", "truncated", "failed"
 # Indices of the finish reasons of answers and episodes that a limit cut off.
 CUT_OFF = [FINISHES.index(finish) for finish in ("length", "context", "turns", "truncated")]
 # Columns that hold a list for each sample, and the dtype of its items on disk.
-LISTS = {"step_tokens": torch.int64, "step_scores": torch.float64}
+LISTS = {"step_tokens": torch.int64, "step_scores": torch.float64, "teacher_prompts": torch.int64}
 
 
 @dataclass
@@ -163,6 +165,7 @@ class Experience(Trajectories):
     step_tokens: list[list[int]] | None = None  # index among the sample's sampled tokens at which each step ends
     step_scores: list[list[float]] | None = None
     # added by scoring
+    teacher_prompts: list[list[int]] | None = None  # what the teacher reads before each answer; []: the same prompt
     old_N: Tensor | None = None  # log-probs of the policy before the iteration's updates
     fresh_N: Tensor | None = None  # asynchronous runs: 1 if that policy sampled the token itself, 0 if an older one did
     reference_N: Tensor | None = None
@@ -383,6 +386,24 @@ class Experience(Trajectories):
             begin = end
         assert begin == len(found), "a value for every token"
         setattr(self, column, torch.from_numpy(filled))
+
+    @cached_property
+    def taught(self) -> Trajectories:
+        """The same responses after the prompts that the teacher reads. Columns over sampled tokens are the same."""
+        if self.teacher_prompts is None:
+            return self
+        ends = (self.offsets_S + self.prompt_lengths_S).tolist()
+        openings = [
+            torch.tensor(own, dtype=torch.int32) if own else self.ids_T[end - length : end]
+            for own, end, length in zip(self.teacher_prompts, ends, self.prompt_lengths_S.tolist())
+        ]
+        ids, drawn = [], []
+        for opening, response in zip(openings, self._responses):
+            ids += [opening, self.ids_T[response]]
+            drawn += [torch.zeros(len(opening), dtype=torch.bool), self.drawn_T[response]]
+        lengths_S = torch.tensor([len(opening) for opening in openings])
+        after_S = self.sequence_lengths_S - self.prompt_lengths_S
+        return Trajectories(torch.cat(ids), torch.cat(drawn), lengths_S, lengths_S + after_S)
 
     # ---- on disk
 

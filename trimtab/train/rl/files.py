@@ -337,6 +337,7 @@ def shown(row: dict) -> dict[str, str]:
     figures = {"reward": ("reward", ".3f"), "kl": ("kl", ".4f"), "length": ("length", ".0f")}
     figures |= {
         "teacher": ("teacher_kl", ".3f"),
+        "distance": ("distance", ".3f"),
         "age": ("age", ".1f"),
         "eval": ("eval_pass_1", ".3f"),
         "tok/s": ("tokens_per_second", ",.0f"),

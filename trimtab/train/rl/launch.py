@@ -21,6 +21,7 @@ from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.load import fake_policy
 from trimtab.models.parallel.sharded_model import mesh_of
+from trimtab.models.policy import TeacherHead
 from trimtab.rewards.build import check_columns, check_reward, describe_rewards
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
@@ -86,6 +87,7 @@ from trimtab.train.rl.source import (
     with_recorded_options,
 )
 from trimtab.train.rl.state import Roles
+from trimtab.train.rl.teacher import TeacherPrompts
 from trimtab.train.run_directory import learning_settings, make_manifest
 from trimtab.train.update import InsufficientMemory, RebuildModels
 
@@ -111,6 +113,7 @@ class Controller:
             self.recording.check_holds(self.order.steps, self.iterations)
             if line := self.recording.async_line(options):
                 world.say(line)
+        self.teacher_prompts: TeacherPrompts | None = None
         self.check_models()
         self.options, self.memory_plan = with_planned_micro_batches(
             options, device, world, lambda: work_of_prompts(options, self.stores)
@@ -132,9 +135,10 @@ class Controller:
         return load_stores(self.options, self.tokenizer)
 
     def check_models(self) -> None:
-        check_model(fake_policy(self.options), self.options, self.stores)
-        if self.options.teacher_model:
-            check_teacher(self.options, self.tokenizer)
+        policy = fake_policy(self.options)
+        check_model(policy, self.options, self.stores)
+        if self.options.is_taught:
+            self.teacher_prompts = check_teacher(self.options, self.tokenizer, policy, self.stores["train"])
         if self.options.estimator.critic:
             _, note = critic_start(self.options, self.tokenizer)
             if note:
@@ -192,7 +196,8 @@ class Controller:
         if self.recording is not None:
             self.recording.sampler = {name: manifest[name] for name in ("device_type", "dtype")}
             self.recording.sampler |= {"exact": client.exact and not options.outlives_updates}
-        return self.make_run(groups, client, self.make_source(sampling, client), sampling, manifest, evaluation, text)
+        more = evaluation, text, self.teacher_prompts
+        return self.make_run(groups, client, self.make_source(sampling, client), sampling, manifest, *more)
 
     def make_source(self, sampling: SamplingParams, client: RolloutClient) -> RolloutSource:
         if self.options.replay:
@@ -280,8 +285,8 @@ def dry_run_rl(
     check_columns(stores, options)
     model = fake_policy(options)
     check_model(model, options, stores)
-    if options.teacher_model:
-        check_teacher(options, tokenizer)
+    if options.is_taught and (taught := check_teacher(options, tokenizer, model, stores["train"])):
+        taught.close()
     note = critic_start(options, tokenizer)[1] if options.estimator.critic else None
     rewarded = check_reward(options, device, tokenizer, stores["train"])
     played: list[str] = []
@@ -332,7 +337,7 @@ def dry_run_rl(
 RECORDS = (
     *(AnswerSlice, TextSlice, SamplingParams, PromptBatch, SampledGroups, FailedGroup, Experience),
     *(Trajectory, EpisodeRecord, Segment, InFlightGroup, Admission, FinishedGroup, Collected, Wait),
-    *(RewardRequest, RewardResult, RewardFailed, BadSample, InsufficientMemory),
+    *(RewardRequest, RewardResult, RewardFailed, BadSample, InsufficientMemory, TeacherHead),
 )
 
 
@@ -370,15 +375,16 @@ def set_up(options: RLOptions, kind: type[Controller], launcher: Launcher) -> RL
 def train(run: RLRun, launcher: Launcher, stop: StopRequest) -> None:
     """Run the loop, and rebuild the roles and continue when one of several processes runs out of memory."""
     again = False
-    while True:
-        try:
-            with disconnecting(launcher):
-                run.train(stop, rebuilt=again)
-            return launcher.disconnect()
-        except RebuildModels:
-            again = True
-        with interruptible(stop, launcher.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
-            run.use(launcher.rebuild_groups())
+    with contextlib.nullcontext() if run.teaching is None else contextlib.closing(run.teaching):
+        while True:
+            try:
+                with disconnecting(launcher):
+                    run.train(stop, rebuilt=again)
+                return launcher.disconnect()
+            except RebuildModels:
+                again = True
+            with interruptible(stop, launcher.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
+                run.use(launcher.rebuild_groups())
 
 
 @contextlib.contextmanager

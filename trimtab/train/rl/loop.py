@@ -25,6 +25,7 @@ from trimtab.train.rl.roles import LayerCompilation
 from trimtab.train.rl.rollout_client import Evaluation, RolloutClient
 from trimtab.train.rl.source import RolloutSource, Sampled, prepare
 from trimtab.train.rl.state import Counters, Iteration, Roles, row_of, timed
+from trimtab.train.rl.teacher import TeacherPrompts, Teaching
 from trimtab.train.rl.token_advantages import compute_advantages, penalties, trained
 from trimtab.train.rl.weight_sync import LogProbCheck, SampleCheck, WeightSync
 from trimtab.train.update import MicroBatchLimit
@@ -45,13 +46,18 @@ class RLRun:
         files: RunFiles,
         evaluation: Evaluation | None = None,
         text: TextMixture | None = None,
+        teacher_prompts: TeacherPrompts | None = None,
     ):
-        """`order`: the prompts over all epochs, one per step; `text`: pre-training text mixed into the updates."""
+        """`order`: the prompts over all epochs, one per step; `text`: pre-training text mixed into the updates;
+        `teacher_prompts`: what the teacher reads, if not the policy's prompts."""
         self.options, self.roles, self.client, self.source = options, roles, client, source
         self.order, self.files, self.evaluation = order, files, evaluation
         self.counters = Counters(max(options.init_kl_coef, 0.0))
         self.iteration: Iteration | None = None
         self.batcher = MicroBatcher(options, larger_scoring=self.on_accelerator, text=text)
+        self.teaching = Teaching(options, self.batcher, teacher_prompts) if options.is_taught else None
+        if self.teaching is not None:
+            self.teaching.use(roles.actor, roles.teacher)
         self.compilation = LayerCompilation(options, client.stores["train"], files)
         self.schedule()
         self.sample_check = SampleCheck(options, self.batcher, engine_exact=client.engine_exact)
@@ -109,7 +115,8 @@ class RLRun:
     def score(self, experience: Experience) -> None:
         """Compute log-probs and values of the sampled tokens with the other models."""
         roles, fill = self.roles, self.batcher.fill
-        there = {"reference": roles.reference is not None, "teacher": roles.teacher is not None}
+        sampled = self.teaching is not None and not self.options.teaches_vocabulary
+        there = {"reference": roles.reference is not None, "teacher": sampled}
         # In an episode of several branches, later KL terms may be in another micro-batch.
         leaves_kl = self.leaves_kl_to_update and experience.branches_S is None
         if self.source.exact:
@@ -119,8 +126,8 @@ class RLRun:
             fill(experience, "old_N", roles.actor, "log_probs")
         if roles.reference is not None:
             fill(experience, "reference_N", roles.reference, "log_probs")
-        if roles.teacher is not None:
-            fill(experience, "teacher_N", roles.teacher, "log_probs")
+        if self.teaching is not None:
+            self.teaching.score(experience)
         if roles.critic is not None:
             fill(experience, "values_N", roles.critic, "values")
             if self.options.bootstrap_truncated:
@@ -162,7 +169,8 @@ class RLRun:
 
     def update_actor(self, experience: Experience, samples: list[int]) -> dict[str, float]:
         step, kl_coefficient = self.counters.actor_steps, self.counters.kl_coefficient
-        parts, totals = self.batcher.policy_update(self.roles.actor, experience, samples, step)
+        teacher_ND = None if self.teaching is None else self.teaching.states(experience, samples)
+        parts, totals = self.batcher.policy_update(self.roles.actor, experience, samples, step, teacher_ND)
         settings = {"totals": totals, "step": step, "kl_coefficient": kl_coefficient}
         return self.batcher.send(self.roles.actor, "update", parts, **settings)[0]
 
@@ -280,6 +288,8 @@ class RLRun:
         """Continue with rebuilt roles, after one of several processes ran out of memory."""
         self.roles = type(self.roles)(**groups)
         self.client.use(self.roles.rollouts, self.roles.reward)
+        if self.teaching is not None:
+            self.teaching.use(self.roles.actor, self.roles.teacher)
         self.schedule()
         self.compilation.settle(self.roles)
         with self.source.paused():

@@ -104,10 +104,12 @@ def _slices(counts: list[int]) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise(itertools.accumulate(counts, initial=0))]
 
 
-def make_slice(experience: Trajectories, passes: Sequence[Sequence[int] | None], *columns: str) -> AnswerSlice:
-    """The slice of one process, with these columns over sampled tokens. Samples with the same prompt as the one before
-    share its tokens. A micro-batch of None is a filler: with fewer samples than processes, a process takes part in the
-    collectives with a sample of weight 0."""
+def make_slice(
+    experience: Trajectories, passes: Sequence[Sequence[int] | None], *columns: str, **more: Tensor
+) -> AnswerSlice:
+    """The slice of one process, with these columns over sampled tokens, and `more` by name. Samples with the same
+    prompt as the one before share its tokens. A micro-batch of None is a filler: with fewer samples than processes, a
+    process takes part in the collectives with a sample of weight 0."""
     samples = [i for part in passes for i in part or [0]]
     counts = [len(part or [0]) for part in passes]
     chosen = torch.tensor(samples)
@@ -125,7 +127,7 @@ def make_slice(experience: Trajectories, passes: Sequence[Sequence[int] | None],
         borrowed_S,
         counts,
         [0.0 if part is None else 1.0 for part in passes],
-        {name: joined(getattr(experience, name), drawn) for name in columns},
+        {name: joined(c, drawn) for name, c in (more | {name: getattr(experience, name) for name in columns}).items()},
     )
 
 
@@ -231,22 +233,40 @@ class MicroBatcher:
         **shared: Any,
     ) -> None:
         """Fill a column over sampled tokens with the results of a role, for all samples or those in `samples_S`."""
+        asked_S = experience.lengths_S > 0 if samples_S is None else samples_S & (experience.lengths_S > 0)
+        view = experience.taught if column == "teacher_N" else experience
+        experience.put(column, self.scored(view, asked_S.nonzero()[:, 0].tolist(), role, method, **shared))
+
+    def teacher_states(self, experience: Experience, samples: list[int], role: Group, method: str) -> Tensor:
+        """The teacher's hidden states as a column [N, D] over sampled tokens; 0 for samples that are not asked for."""
+        pieces = self.scored(experience.taught, samples or [0], role, method)
+        shape, dtype = (len(experience.sampled_N), pieces[0][1].shape[-1]), pieces[0][1].dtype
+        # numpy's zeros take no memory until they are written.
+        whole = torch.from_numpy(np.zeros(shape, dtype=np.int16 if dtype.itemsize == 2 else np.float32)).view(dtype)
+        for part, found in pieces:
+            chosen = torch.tensor(part)
+            for run, states in zip(experience.drawn_of(chosen), found.split(experience.lengths_S[chosen].tolist())):
+                whole[run] = states
+        return whole
+
+    def scored(
+        self, experience: Trajectories, asked: list[int], role: Group, method: str, **shared: Any
+    ) -> list[tuple[Sequence[int], Tensor]]:
+        """The results of a role for these samples, micro-batch by micro-batch."""
         options = self.options
         count = options.micro_value_batch_size if method == "values" else options.micro_logprob_batch_size
         count = count or options.micro_rollout_batch_size
         by_tokens = self.scoring_budget() is not None
 
-        def ask() -> None:
-            asked_S = experience.lengths_S > 0 if samples_S is None else samples_S & (experience.lengths_S > 0)
-            asked = asked_S.nonzero()[:, 0].tolist()
+        def ask() -> list[tuple[Sequence[int], Tensor]]:
             shares = self._shares(role, experience, asked, count, self.scoring_budget())
             parts = [[make_slice(experience, share)] for share in shares]
-            pieces = []
+            pieces: list[tuple[Sequence[int], Tensor]] = []
             for share, values in zip(shares, self.send(role, method, parts, **shared)):
                 pieces += [(samples, found) for samples, found in zip(share, values) if samples]
-            experience.put(column, pieces)
+            return pieces
 
-        self.until_they_fit(ask, by_tokens=by_tokens, of="scoring")
+        return self.until_they_fit(ask, by_tokens=by_tokens, of="scoring")
 
     def send(self, role: Group, method: str, parts: Parts, **shared: Any) -> list[Any]:
         slices = [found for part in parts for found in part]
@@ -282,25 +302,27 @@ class MicroBatcher:
         return self.parts(critic, experience, samples, *columns), totals_of(experience, samples)
 
     def policy_update(
-        self, actor: Group, experience: Experience, samples: list[int], step: int
+        self, actor: Group, experience: Experience, samples: list[int], step: int, teacher_ND: Tensor | None = None
     ) -> tuple[Parts, Totals]:
         """The slices and totals of one optimizer step of the policy, with the pre-training text of this step."""
         options = self.options
-        kl_loss = options.use_kl_loss and experience.reference_N is not None
+        kl_loss = (options.use_kl_loss and experience.reference_N is not None) or experience.lacks_kl
         learnt = samples
-        if not kl_loss and not experience.lacks_kl and options.entropy_loss_coef is None and options.aux_loss_coef <= 0:
+        other_losses = kl_loss or teacher_ND is not None or options.entropy_loss_coef is not None
+        if not other_losses and options.aux_loss_coef <= 0:
             # Samples with zero advantages have no gradient and are left out. One stays even if all advantages are zero:
             # an optimizer step needs a backward pass in every process.
             learnt = with_advantage(experience, samples) or samples[:1]
         wanted = {
             "old_N": options.updates_per_iteration > 1,  # with a single update, the current policy is the old one
-            "reference_N": kl_loss or experience.lacks_kl,
+            "reference_N": kl_loss,
             "remaining_N": experience.lacks_kl,
             "fresh_N": experience.fresh_N is not None,
             "counts_N": experience.branches_S is not None,
         }
         columns = ["advantages_N", "sampled_N", *(name for name, is_wanted in wanted.items() if is_wanted)]
-        parts, totals = self.parts(actor, experience, learnt, *columns), totals_of(experience, samples)
+        more = {} if teacher_ND is None else {"teacher_ND": teacher_ND}
+        parts, totals = self.parts(actor, experience, learnt, *columns, **more), totals_of(experience, samples)
         totals["seen_tokens"] = max(float(experience.lengths_S[learnt].sum()), 1.0)
         totals["row_tokens"] = max(counted("tokens", *parts), 1.0)
         if experience.fresh_N is not None:
@@ -313,13 +335,15 @@ class MicroBatcher:
 
     # ---- splitting
 
-    def parts(self, role: Group, experience: Experience, samples: Sequence[int], *columns: str) -> Parts:
+    def parts(
+        self, role: Group, experience: Experience, samples: Sequence[int], *columns: str, **more: Tensor
+    ) -> Parts:
         """The slices of an update, for each process of a role."""
         shares = self._shares(role, experience, samples, self.options.micro_train_batch_size, self.token_budget())
-        return [[make_slice(experience, share, *columns)] if share else [] for share in shares]
+        return [[make_slice(experience, share, *columns, **more)] if share else [] for share in shares]
 
     def _shares(
-        self, role: Group, experience: Experience, samples: Sequence[int], count: int, budget: int | None
+        self, role: Group, experience: Trajectories, samples: Sequence[int], count: int, budget: int | None
     ) -> list[list[list[int] | None]]:
         """The samples of every micro-batch of every process."""
         if not samples:  # every process must take part in a step

@@ -2,7 +2,7 @@
 
     policy    over all answer tokens of the step, the mean of
                   coefficient x surrogate (ppo, gspo or cispo)  + beta KL(policy, reference)  [--use_kl_loss]
-                  - coefficient x entropy
+                  - coefficient x entropy  + coefficient x divergence(policy, teacher)  [--teacher_divergence]
     critic    over the same tokens, the mean of the clipped squared distance from the returns
 
 The means are over the whole step, so micro-batch size, packing and process count do not change the loss. `totals` has
@@ -22,31 +22,42 @@ from trimtab.algos.policy_losses import (
     policy_objective,
     value_loss,
 )
+from trimtab.algos.supervised_losses import divergence
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.models.policy import Policy
+from trimtab.models.policy import Policy, Teacher, TeacherHead
 from trimtab.models.reward import Critic
 from trimtab.train.rl.micro_batches import AnswerBatch, TextBatch
 from trimtab.train.update import LossTerm, Totals, balance_loss_term, counts_by_sequence
 
 
 def policy_loss_term(
-    policy: Policy, batch: AnswerBatch, totals: Totals, options: RLOptions, *, kl_coefficient: float
+    policy: Policy,
+    batch: AnswerBatch,
+    totals: Totals,
+    options: RLOptions,
+    *,
+    kl_coefficient: float,
+    teacher_head: TeacherHead | None = None,
 ) -> LossTerm:
     """The policy loss of a micro-batch.
 
     `batch.extra`: advantages_N and sampled_N; old_N if the policy was updated since sampling; reference_N for a KL
-    loss,
-    together with remaining_N if the KL was not computed before the update; fresh_N if older weights sampled some
-    tokens;
-    counts_N if an answer may have several sequences.
+    loss, together with remaining_N if the KL was not computed before the update; fresh_N if older weights sampled some
+    tokens; counts_N if an answer may have several sequences; teacher_ND for a divergence over the whole vocabulary,
+    whose head is `teacher_head` (None: the policy's own).
     """
-    extra = batch.extra
+    extra, teacher = batch.extra, None
+    if "teacher_ND" in extra:
+        shape = policy.logit_shape if teacher_head is None else teacher_head.shape
+        distance = divergence(options.teacher_divergence, options.jsd_beta)
+        teacher = Teacher(extra["teacher_ND"], teacher_head, shape, distance)
     out = policy(
         batch,
         temperature=options.temperature,
         entropy=options.entropy_loss_coef is not None,
         router=options.aux_loss_coef > 0,
+        teacher=teacher,
     )
     log_probs_N = out.log_probs_N
     old_N = extra.get("old_N", log_probs_N.detach())
@@ -81,6 +92,9 @@ def policy_loss_term(
         entropy_coefficient=options.entropy_loss_coef or 0.0,
     )
     figures |= terms
+    if out.divergence_N is not None:
+        figures["distance"] = out.divergence_N.sum() / totals["tokens"]
+        loss = loss + options.teacher_coef * (weights_N * out.divergence_N).sum()
     if options.aux_loss_coef > 0:
         figures["aux_loss"] = balance_loss_term(policy, out.router_logits, batch, totals["row_tokens"])
         loss = loss + options.aux_loss_coef * figures["aux_loss"]

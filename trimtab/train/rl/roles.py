@@ -1,7 +1,7 @@
 """The roles of an RL run: which exist, in which processes they are, and how they are built.
 
 actor       the trained policy; the engine that samples from its weights, with the rewards near it, unless engines are
-            in their own processes; with LoRA also the reference, which is the policy without its adapters
+            in their own processes; with LoRA also the reference and a teacher that are the policy without its adapters
 rollouts    with engines in their own processes: an engine with its own copy of the weights, and the rewards near it
 reference   the initial policy            teacher   a model that scores the policy's tokens
 critic      estimates returns             reward    the reward models
@@ -140,6 +140,8 @@ def build_actor(options: RLOptions, place: RoleContext) -> dict[str, Any]:
         roles["rollouts"] = rollouts_of(options, loaded.model, rewards, tokenizer, place)
     if has_reference(options) and options.lora_rank > 0:
         roles["reference"] = scorer(options, place, loaded)
+    if options.teacher_is_base:
+        roles["teacher"] = scorer(options, place, loaded)
     return roles
 
 
@@ -274,10 +276,11 @@ def make_units(options: RLOptions) -> list[Unit]:
     shares_policy = has_reference(options) and options.lora_rank > 0
     rollouts = () if options.engines_apart else ("rollouts",)
     actor_roles = ("actor", *rollouts, *(["reference"] if shares_policy else []))
+    actor_roles += ("teacher",) if options.teacher_is_base else ()
     units = [Unit("actor", build_actor, actor_roles, engines=rollouts, learns=True)]
     if has_reference(options) and not shares_policy:
         units.append(Unit("reference", build_reference, ("reference",)))
-    if options.teacher_model:
+    if options.teacher_model and not options.teacher_is_base:
         units.append(Unit("teacher", build_teacher, ("teacher",)))
     if options.estimator.critic:
         units.append(Unit("critic", build_critic, ("critic",), learns=True))

@@ -6,7 +6,7 @@ and gradients are summed over all.
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
+from trimtab.distributed.fsdp import reshard_model
 from trimtab.distributed.launcher import Role
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.weight_transfer import TransferPlan, TransferSender
@@ -26,7 +27,7 @@ from trimtab.models.compile import AtWork, compile_problem, disable_compile
 from trimtab.models.load import Loaded
 from trimtab.models.lora import adapters_off
 from trimtab.models.packed import PackedModel, scoring
-from trimtab.models.policy import Policy
+from trimtab.models.policy import Policy, TeacherHead
 from trimtab.models.reward import Critic
 from trimtab.models.save import save_model
 from trimtab.models.weight_export import WeightExport
@@ -181,6 +182,7 @@ class PolicyTrainer(Trainer):
     origin: Loaded | None = None  # the pretrained model as loaded
     export: WeightExport | None = None  # to engines in their own processes
     sender: TransferSender | None = None
+    teacher_head: TeacherHead | None = None  # None: the teacher's head is the policy's own
 
     def __init__(self, options: RLOptions, *parts: Any):
         super().__init__(options, *parts)
@@ -203,15 +205,15 @@ class PolicyTrainer(Trainer):
 
     def scores(self) -> list[AtWork]:
         own = super().scores()
-        if self.options.lora_rank > 0 and self.options.init_kl_coef > 0:
-            own.append(lambda: adapters_off(self.model.model))  # the reference
+        if (self.options.lora_rank > 0 and self.options.init_kl_coef > 0) or self.options.teacher_is_base:
+            own.append(lambda: adapters_off(self.model.model))  # the reference or the teacher
         return own
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> LossTerm:
         if isinstance(batch, TextBatch):
             return text_loss_term(self.model, batch, totals, self.options)
         assert isinstance(batch, AnswerBatch)
-        return policy_loss_term(self.model, batch, totals, self.options, **settings)
+        return policy_loss_term(self.model, batch, totals, self.options, teacher_head=self.teacher_head, **settings)
 
     def update(self, slices: Sequence[Slice], **settings: Any) -> dict[str, float]:
         report = super().update(slices, **settings)
@@ -267,6 +269,35 @@ class PolicyTrainer(Trainer):
             found = [self.model(b.to(device), temperature=temperature).log_probs_N for b in batches_of(slices)]
             return fetched(found)
 
+    # ---- learning from a teacher, which may be the policy itself
+
+    def hidden_states(self, slices: Sequence[Slice]) -> list[Tensor]:
+        """Hidden states that predict the sampled tokens."""
+        with memory_guard(), scoring(self.model):
+            return states_of(self.model, slices, self.device)
+
+    def averaged_hidden_states(self, slices: Sequence[Slice]) -> list[Tensor]:
+        """The same with averaged weights, whose head is kept for the update."""
+        with self._averaged():
+            self.teacher_head = TeacherHead.of(self.model).to(self.device.torch, copy=True)
+            return self.hidden_states(slices)
+
+    def averaged_log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
+        with self._averaged():
+            return self.log_probs(slices)
+
+    def use_teacher_head(self, *, head: TeacherHead) -> None:
+        self.teacher_head = head.to(self.device.torch)
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """--teacher_ema: averaged weights inside the context. Parameters that are still gathered would be others."""
+        assert self.average is not None
+        with self.average.in_place():
+            reshard_model(self.model)
+            yield
+        reshard_model(self.model)
+
 
 class CriticTrainer(Trainer):
     called = "critic"
@@ -295,6 +326,15 @@ class ReferenceRole(ModelRole):
         with memory_guard():
             moved = (batch.to(self.reference.device.torch) for batch in batches_of(slices))
             return fetched(self.reference.log_probs(moved, self.options.temperature))
+
+    def hidden_states(self, slices: Sequence[Slice]) -> list[Tensor]:
+        with memory_guard(), self.reference.at_work() as model:
+            return states_of(model, slices, self.reference.device)
+
+    def head(self) -> TeacherHead | None:
+        """The teacher's head, from the first process."""
+        head = TeacherHead.of(self.reference.model)
+        return head if self.mesh.is_rank_zero else None
 
 
 class RewardModels(ModelRole):
@@ -333,6 +373,11 @@ def reward_models_too_large(shortage: OutOfMemory) -> InsufficientMemory:
         f"the reward models do not fit into memory ({shortage}); lower --micro_reward_batch_size, --generate_max_len "
         "or --prompt_max_len, or give --ref_reward_offload"
     )
+
+
+def states_of(model: Policy, slices: Sequence[Slice], device: Device) -> list[Tensor]:
+    """Hidden states of every micro-batch, each in main memory before the next is computed."""
+    return [model(b.to(device.torch), hidden_only=True).hidden_ND.cpu() for b in batches_of(slices)]
 
 
 def fetched(found: Sequence[Tensor]) -> list[Tensor]:
