@@ -242,7 +242,7 @@ class MicroBatcher:
         pieces = self.scored(experience.taught, samples or [0], role, method)
         shape, dtype = (len(experience.sampled_N), pieces[0][1].shape[-1]), pieces[0][1].dtype
         # numpy's zeros take no memory until they are written.
-        whole = torch.from_numpy(np.zeros(shape, dtype=np.int16 if dtype.itemsize == 2 else np.float32)).view(dtype)
+        whole = torch.from_numpy(np.zeros(shape, dtype=f"i{dtype.itemsize}")).view(dtype)
         for part, found in pieces:
             chosen = torch.tensor(part)
             for run, states in zip(experience.drawn_of(chosen), found.split(experience.lengths_S[chosen].tolist())):

@@ -1,0 +1,265 @@
+"""A teacher on the policy's own answers: gradients against autograd over whole logits, runs, and what is refused."""
+
+import copy
+import dataclasses
+import json
+import shutil
+import signal
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests import warm
+from tests.tiny import tiny_model
+from tests.train.job_run import NoStop, relative_difference, write_model, write_rows
+from tests.train.rl.rl_run import arguments, assert_identical, at, result, rows, weights, without, write_task
+from trimtab.config.rl_jobs import GRPOOptions
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.device import find_device
+from trimtab.distributed.launcher import InProcessGroup, RoleContext
+from trimtab.distributed.mesh import Mesh
+from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.models import lm_head
+from trimtab.models.load import load_policy
+from trimtab.models.lora import adapters_off
+from trimtab.models.policy import Policy, Teacher
+from trimtab.rollout.trajectory import Trajectory
+from trimtab.train.optimizer import OptimizerStep
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.micro_batches import MicroBatcher
+from trimtab.train.rl.roles import actor_of, scorer
+from trimtab.train.rl.teacher import Teaching
+
+VOCABULARY = len(make_tokenizer())
+KINDS = ("reverse_kl", "forward_kl", "jsd")
+# (prompt, teacher's prompt, answer); the first two answers share their prompt.
+SAMPLES = [
+    ([5, 6, 7], [5, 9, 9, 6, 7], [1, 2, 3]),
+    ([5, 6, 7], [], [4, 5, 6, 7]),
+    ([8, 9], [8, 3, 9, 1, 1, 2], [2]),
+    ([4, 4, 3, 2], [4], [2, 3, 7, 8, 9]),
+    ([4, 4, 3, 2], [9, 9, 9, 9], [1, 1]),
+]
+TOKENS = sum(len(answer) for *_, answer in SAMPLES)
+ADVANTAGES = torch.linspace(-1, 1.5, TOKENS)
+
+
+def plain_reverse(q, p):
+    return (q * (q.log() - p.log())).sum()
+
+
+def plain_forward(q, p):
+    return -(p * q.log()).sum()
+
+
+def trl_jsd(student, teacher, temperature):
+    from trl.experimental.gkd import GKDTrainer
+
+    return GKDTrainer.generalized_jsd_loss(student, teacher, beta=0.5, temperature=temperature, reduction="sum")
+
+
+def divergence_of(kind, student, teacher, temperature):
+    """Written out, but for JSD, which is TRL's."""
+    if kind == "jsd":
+        return trl_jsd(student, teacher, temperature)
+    plain = {"reverse_kl": plain_reverse, "forward_kl": plain_forward}[kind]
+    return plain((student / temperature).softmax(-1), (teacher / temperature).softmax(-1))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder / "model")
+    write_model(folder / "teacher", seed=1, hidden_size=64, num_hidden_layers=1)
+    write_model(folder / "padded", seed=2, vocab_size=VOCABULARY + 5)
+    return folder
+
+
+class Step:
+    """Real roles in this process, an experience, and the gradient of one update."""
+
+    def __init__(self, folder, *, teacher=None, path="packed", prompts=True, **options):
+        fixed = {"micro_rollout_batch_size": 2, "init_kl_coef": 0.0, "n_samples_per_prompt": 2, "train_batch_size": 6}
+        fixed |= {"rollout_batch_size": 3, "micro_train_batch_size": 2, "teacher_prompt_key": "hint" * prompts or None}
+        model = None if teacher is None else str(folder / teacher)
+        self.options = GRPOOptions(pretrain=str(folder / "model"), teacher_model=model, **fixed | options)
+        device, mesh = find_device(), Mesh()
+        place = RoleContext(device, mesh, NoStop())
+        loaded = load_policy(self.options, device, mesh)
+        self.actor = actor_of(self.options, loaded, load_tokenizer(str(folder / "model")), place)
+        self.teacher = None
+        if model is not None:
+            base = loaded if self.options.teacher_is_base else None
+            self.teacher = scorer(self.options, place, base, pretrain=None if base else model)
+        for policy in {self.actor.model, *([self.teacher.reference.model] if self.teacher else [])}:
+            policy.double().path = path  # the layers, so that rounding is that of the loss alone
+            if path == "padded":
+                policy.inner.set_attn_implementation("eager")
+        if self.actor.average is not None:
+            self.actor.average.averages = {n: x.double() for n, x in self.actor.average.averages.items()}
+        self.actor.schedule(steps=10)
+        self.groups = [InProcessGroup(n, role, device) for n, role in (("actor", self.actor), ("teacher", self.teacher))]
+
+    def experience(self):
+        trajectories = [
+            Trajectory(group, i, prompt, answer, np.full(len(answer), -1.0, dtype=np.float32), "stop")
+            for i, ((prompt, _, answer), group) in enumerate(zip(SAMPLES, (0, 0, 1, 2, 2)))
+        ]
+        found = Experience.of([0, 0, 1, 2, 2], trajectories)
+        found.advantages_N = torch.zeros(TOKENS)
+        if self.options.teacher_prompt_key:
+            found.teacher_prompts = [opening for _, opening, _ in SAMPLES]
+        return found
+
+    def gradient(self, *, advantages=None):
+        batcher, experience = MicroBatcher(self.options), self.experience()
+        if advantages is not None:
+            experience.advantages_N = advantages
+        teaching = Teaching(self.options, batcher, None)
+        teaching.use(self.groups[0], self.groups[1] if self.teacher else None)
+        samples = list(range(len(SAMPLES)))
+        states = teaching.states(experience, samples)
+        parts, totals = batcher.policy_update(self.groups[0], experience, samples, 0, states)
+        found, optimizer = {}, self.actor.optimizer
+
+        def keep(step, finite):
+            found.update((n, optimizer._gradient(n, master).clone()) for n, master in optimizer.masters.items())
+            optimizer.clear_gradients()
+            return OptimizerStep(0.0, True)
+
+        optimizer.step = keep
+        report = self.actor.update(parts[0], totals=totals, step=0, kl_coefficient=0.0)
+        return found, report
+
+
+def plain_step(step, student, teacher, *, coefficient=1.0, advantages=None):
+    """Autograd over the whole logits of two Hugging Face models in double precision, sample by sample."""
+    options, total, before, policy = step.options, 0.0, 0, 0.0
+    for prompt, opening, answer in SAMPLES:
+        opening = (opening if options.teacher_prompt_key else None) or prompt
+        ids, other = torch.tensor([prompt + answer]), torch.tensor([opening + answer])
+        logits = student(input_ids=ids).logits[0, len(prompt) - 1 : -1, :VOCABULARY]
+        with torch.no_grad():
+            taught = teacher(input_ids=other).logits[0, len(opening) - 1 : -1, :VOCABULARY]
+        total = total + divergence_of(options.teacher_divergence, logits, taught, options.temperature)
+        if advantages is not None:
+            chosen = (logits / options.temperature).log_softmax(-1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
+            policy = policy - (chosen * advantages[before : before + len(answer)]).sum()
+        before += len(answer)
+    loss = (coefficient * total + policy) / TOKENS
+    trained = {name: p for name, p in student.named_parameters() if p.requires_grad}
+    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())))), float(total.detach()) / TOKENS
+
+
+def double(policy):
+    """A copy with Hugging Face's own attention."""
+    model = copy.deepcopy(policy.model).double().eval()
+    (model.get_base_model() if hasattr(model, "peft_config") else model).set_attn_implementation("eager")
+    return model
+
+
+def check_gradient(step, teacher, micro=(2,), **how):
+    student = double(step.actor.model)
+    theirs, distance = plain_step(step, student, teacher or student, **how)
+    for count in micro:
+        step.options = dataclasses.replace(step.options, micro_train_batch_size=count)
+        ours, report = step.gradient(advantages=how.get("advantages"))
+        assert report["distance"] == pytest.approx(distance, abs=1e-5)
+        assert ours.keys() == theirs.keys() and max(float(g.abs().max()) for g in ours.values()) > 1e-3
+        assert relative_difference(ours, theirs) < 1e-6, count
+
+
+@pytest.mark.parametrize("path", ["packed", "padded"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_equals_autograd_over_all_logits(models, kind, temperature, path):
+    settings = {"teacher_divergence": kind, "temperature": temperature}
+    step = Step(models, teacher="teacher", path=path, prompts=False, **settings)
+    check_gradient(step, double(step.teacher.reference.model), micro=(1, 2, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_policy_teaches_itself_after_the_teachers_prompts(models, kind):
+    check_gradient(Step(models, teacher_divergence=kind), None)
+
+
+def test_rewards_and_a_teacher_add_up(models):
+    step = Step(models, teacher="teacher", teacher_divergence="reverse_kl", teacher_coef=0.3)
+    taught = double(step.teacher.reference.model)
+    check_gradient(step, taught, coefficient=0.3, advantages=ADVANTAGES)
+
+
+@pytest.mark.parametrize("head", [lm_head.chunk_tokens, lambda *_, **__: 4], ids=["one chunk", "token by token"])
+def test_rows_that_only_pad_the_larger_vocabulary_are_left_out(models, monkeypatch, head):
+    monkeypatch.setattr(lm_head, "chunk_tokens", head)
+    step = Step(models, teacher="padded", teacher_divergence="reverse_kl")
+    check_gradient(step, double(step.teacher.reference.model))
+
+
+def test_the_average_of_the_weights_teaches_with_its_own_head(models):
+    step = Step(models, teacher_divergence="jsd", enable_ema=True, teacher_ema=True)
+    before = {name: p.clone() for name, p in step.actor.model.named_parameters()}
+    for average in step.actor.average.averages.values():
+        average.add_(torch.randn_like(average) * 0.1)
+    with step.actor.average.in_place():
+        teacher = double(step.actor.model)
+    check_gradient(step, teacher)
+    after = dict(step.actor.model.named_parameters())
+    assert all(torch.equal(after[name], p) for name, p in before.items()), "the policy has its own weights again"
+
+
+def test_a_lora_student_learns_from_its_own_base_without_a_second_copy(models):
+    step = Step(models, teacher="model", teacher_divergence="forward_kl", lora_rank=2)
+    assert step.teacher.reference.model is step.actor.model
+    with torch.no_grad():
+        for name, parameter in step.actor.model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.2)
+        for name, master in step.actor.optimizer.masters.items():
+            master.copy_(step.actor.optimizer.working[name])
+    teacher = double(step.actor.model)
+    with adapters_off(teacher):
+        check_gradient(step, teacher)
+
+
+# ---- memory
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        out = function(*arguments, **keywords or {})
+        found = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.numel = max(self.numel, *found, 0)
+        return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tensor_is_tokens_times_vocabulary(kind, monkeypatch):
+    from trimtab.algos.supervised_losses import divergence
+
+    from tests.samples import batch_of
+
+    monkeypatch.setattr(lm_head, "KEPT", 0)
+    vocabulary, tokens = 8192, 1500
+    student, teacher = (Policy(tiny_model(vocab_size=vocabulary, seed=seed)) for seed in (0, 1))
+    batch = batch_of([tokens])
+    trained = int(batch.trained_tokens)
+    saved = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x)
+    with Largest() as largest, keep:
+        with torch.no_grad():
+            hidden_ND = teacher(batch, hidden_only=True).hidden_ND
+        out = student(batch, teacher=Teacher(hidden_ND, teacher.head, teacher.logit_shape, divergence(kind)))
+        (out.divergence_N.mean() - out.log_probs_N.mean()).backward()
+    weights = vocabulary * student.config.hidden_size
+    assert out.divergence_N.shape == (trained,)
+    assert largest.numel <= max(2**22, weights) < trained * vocabulary / 1.5
+    assert max(saved) <= max(2**20, weights)
