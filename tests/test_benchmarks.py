@@ -69,6 +69,14 @@ def test_a_script_with_its_peer_runs_small(name, script, capsys):
 
 
 @pytest.mark.long
+def test_distillation_is_measured_small(script, capsys):
+    script("distill").main(["--tiny"])
+    rows = rows_of(capsys)
+    assert [row["who"] for row in rows] == ["ours, whole vocabulary", "ours, sampled token", "TRL"]
+    assert len({row["seconds"] for row in rows}) == 1 and all(0 <= row["accuracy"] <= 1 for row in rows)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ppo", "gcg"])
 def test_a_script_whose_peer_is_no_part_of_the_environment_runs_small(name, script, capsys):
     script(name).main(["--tiny", "--peer", "no"])

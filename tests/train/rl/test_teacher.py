@@ -102,7 +102,9 @@ class Step:
         if self.actor.average is not None:
             self.actor.average.averages = {n: x.double() for n, x in self.actor.average.averages.items()}
         self.actor.schedule(steps=10)
-        self.groups = [InProcessGroup(n, role, device) for n, role in (("actor", self.actor), ("teacher", self.teacher))]
+        self.groups = [
+            InProcessGroup(n, role, device) for n, role in (("actor", self.actor), ("teacher", self.teacher))
+        ]
 
     def experience(self):
         trajectories = [
@@ -243,9 +245,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_is_tokens_times_vocabulary(kind, monkeypatch):
-    from trimtab.algos.supervised_losses import divergence
-
     from tests.samples import batch_of
+    from trimtab.algos.supervised_losses import divergence
 
     monkeypatch.setattr(lm_head, "KEPT", 0)
     vocabulary, tokens = 8192, 1500
@@ -263,3 +264,169 @@ def test_no_tensor_is_tokens_times_vocabulary(kind, monkeypatch):
     assert out.divergence_N.shape == (trained,)
     assert largest.numel <= max(2**22, weights) < trained * vocabulary / 1.5
     assert max(saved) <= max(2**20, weights)
+
+
+# ---- runs
+
+HINTS = """
+def hint(prompts, completions, rewards, label, **columns):
+    assert len(prompts) == len(completions) == len(rewards) == len(label)
+    return [p + [{"role": "user", "content": l}] if r < 1 else None for p, l, r in zip(prompts, label, rewards)]
+
+
+def short(queries, prompts, labels):
+    return ["a"]
+
+
+def fails(prompts, completions, **columns):
+    return [prompt[9] for prompt in prompts]
+
+
+def long(prompts, completions, **columns):
+    return [[{"role": "user", "content": "1" * 5000}] for _ in prompts]
+"""
+ALONE = "--init_kl_coef 0 --actor_learning_rate 1e-2"
+SELF = "--teacher_prompt_func {0}/hints.py:hint --enable_ema --teacher_ema --teacher_divergence reverse_kl"
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """A task with a teacher, and a column that tells it the answer."""
+    folder = write_task(tmp_path_factory.mktemp("taught"))
+    write_model(folder / "teacher", seed=3, vocab_size=VOCABULARY + 2)
+    given = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    write_rows(folder / "prompts.jsonl", [row | {"hint": told(row)} for row in given])
+    (folder / "hints.py").write_text(HINTS)
+    return folder
+
+
+def told(row):
+    return [*row["input"], {"role": "user", "content": row["label"]}]
+
+
+def words_of(taught, out, *more, rewarded=False):
+    words = arguments(taught, out, "grpo", *(part.format(taught) for part in more))
+    return words if rewarded else without(words, "--reward_verifier", "--eval_dataset", "--eval_split", "--eval_steps",
+                                          "--eval_n_samples_per_prompt", "--label_key")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teacher_alone_draws_the_policy_towards_itself(taught, tmp_path, kind):
+    words = f"--teacher_model {{0}}/teacher --teacher_divergence {kind} --num_episodes 3 {ALONE}"
+    printed = warm.output(words_of(taught, tmp_path, words))
+    assert f"reward: 1 x {kind.replace('_', ' ')} (loss, all tokens) from the teacher" in printed
+    found = [row["distance"] for row in rows(tmp_path)]
+    assert found[-1] < 0.92 * found[0] and "teacher_kl" not in rows(tmp_path)[0]
+    assert {row["reward"] for row in rows(tmp_path)} == {0.0} and not rows(tmp_path)[0]["alarms"][1:]
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "sampled"])
+def test_a_policy_learns_to_answer_as_if_it_had_read_the_column(taught, tmp_path, kind):
+    words = f"--teacher_prompt_key hint --teacher_divergence {kind} --gamma 0 {ALONE} --max_steps 3"
+    words += " --advantage_estimator reinforce" * (kind == "sampled")
+    printed = warm.output(words_of(taught, tmp_path, words, rewarded=True))
+    assert "the policy as its own teacher" in printed
+    found = [row["distance" if kind == "reverse_kl" else "teacher_kl"] for row in rows(tmp_path)[1:]]
+    assert found[0] > 0.05, "the longer prompt says something"
+
+
+@pytest.mark.long
+def test_a_lora_student_learns_from_its_base_with_another_prompt(taught, tmp_path):
+    words = f"--teacher_model {{0}}/model --teacher_prompt_key hint --lora_rank 4 --teacher_divergence jsd {ALONE}"
+    assert warm.run(words_of(taught, tmp_path, words, "--num_episodes 3")) == 0
+    found = [row["distance"] for row in rows(tmp_path)]
+    assert found[-1] < found[0]
+
+
+@pytest.mark.short(1)
+@pytest.mark.parametrize("moment", [(2, "update", 1), pytest.param((1, "score", 0), marks=pytest.mark.long)], ids=str)
+def test_a_killed_run_resumes_with_its_teacher(taught, uninterrupted, tmp_path, moment):
+    words = words_of(taught, tmp_path, SELF, rewarded=True)
+    assert warm.run(words, prepare=partial(at, moment, signal.SIGKILL)) == -signal.SIGKILL
+    assert warm.run([*words, "--load_checkpoint"]) == 0
+    assert_identical(result(tmp_path), result(uninterrupted))
+
+
+def test_a_stopped_run_keeps_the_prompts_of_its_iteration(taught, uninterrupted, tmp_path):
+    """The checkpoint in the middle of an iteration has what the function said; it is not asked again."""
+    words = words_of(taught, tmp_path, SELF, rewarded=True)
+    code = warm.run(words, prepare=partial(at, (2, "update", 1), signal.SIGTERM))
+    assert code == 128 + signal.SIGTERM
+    assert warm.run([*words, "--load_checkpoint"]) == 0
+    assert_identical(result(tmp_path), result(uninterrupted))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(taught, tmp_path_factory):
+    out = tmp_path_factory.mktemp("uninterrupted")
+    assert warm.run(words_of(taught, out, SELF, rewarded=True)) == 0
+    return out
+
+
+@pytest.mark.long
+def test_two_processes_learn_what_one_learns(taught, tmp_path):
+    words = "--teacher_model {0}/teacher --teacher_divergence reverse_kl --max_steps 2"
+    for out, more in (("one", ""), ("two", "--nproc 2"), ("sharded", "--nproc 2 --zero_stage 3")):
+        assert warm.run(words_of(taught, tmp_path / out, f"{words} {more}")) == 0
+    one, two, sharded = (rows(tmp_path / out) for out in ("one", "two", "sharded"))
+    for other in (two, sharded):
+        assert [row["distance"] for row in other] == pytest.approx([row["distance"] for row in one], rel=1e-4)
+    torch.testing.assert_close(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=1e-4, rtol=1e-3)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("how", ["", "--dry_run"])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--teacher_prompt_key nope", "no column 'nope' (--teacher_prompt_key)"),
+        ("--teacher_model {0}/no", "/no does not exist"),
+        (
+            "--teacher_model {0}/foreign --teacher_divergence jsd",
+            "/foreign: its tokenizer is not --pretrain's; use one",
+        ),
+        ("--teacher_model {0}/small --teacher_divergence jsd", "its vocabulary (40 outputs) is not the student's (46)"),
+        ("--teacher_prompt_func {0}/no.py", "--teacher_prompt_func: "),
+        ("--teacher_prompt_func {0}/hints.py:nope", "there is no function nope in it"),
+        ("--teacher_prompt_key endless", "tokens, with --generate_max_len"),
+        ("--teacher_prompt_key hint --teacher_ema", "--teacher_ema is the average that --enable_ema keeps: add it"),
+        ("--teacher_prompt_key hint --teacher_prompt_func {0}/hints.py", "both say what the teacher reads: give one"),
+        (
+            "--teacher_prompt_key hint --jsd_beta 1 --teacher_divergence jsd",
+            "--jsd_beta is 1: it must be between 0 and 1",
+        ),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_one_line(taught, spoilt, tmp_path, words, said, how):
+    printed = warm.output(words_of(taught, tmp_path / "out", f"{words} {how} --prompt_data {spoilt}"), 2)
+    assert said in printed and "Traceback" not in printed
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def spoilt(taught):
+    write_model(taught / "small", vocab_size=40)
+    shutil.copytree(taught / "model", taught / "foreign")
+    path = taught / "foreign" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"<unk>"', '"<what>"'))
+    given = [json.loads(line) for line in (taught / "prompts.jsonl").read_text().splitlines()]
+    write_rows(
+        taught / "spoilt.jsonl", [row | {"endless": "1" * 3000 if i == 4 else ""} for i, row in enumerate(given)]
+    )
+    return taught / "spoilt.jsonl"
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("short", "short: a list of 16 prompts is needed"),
+        ("fails", "fails failed on"),
+        ("long", "tokens, with --generate_max_len"),
+    ],
+)
+def test_a_function_that_fails_stops_the_run_in_one_line(taught, tmp_path, name, said):
+    words = f"--teacher_prompt_func {{0}}/hints.py:{name} --teacher_divergence jsd"
+    printed = warm.output(words_of(taught, tmp_path, words, rewarded=True), 1)
+    assert said in printed and "Traceback" not in printed
