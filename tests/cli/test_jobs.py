@@ -189,9 +189,9 @@ def test_judged_steps_that_make_no_sense(refused, rows, words, said):
 
 
 def test_a_teacher_of_another_size_of_vocabulary(refused, place):
-    write_model(place / "wide", vocab_size=500)
-    line = refused("kd", "--teacher_model", "wide")
-    assert line.startswith("--teacher_model wide: its vocabulary (500 outputs) is not the student's (")
+    write_model(place / "narrow", vocab_size=40)
+    line = refused("kd", "--teacher_model", "narrow")
+    assert line.startswith("--teacher_model narrow: its vocabulary (40 outputs) is not the student's (")
 
 
 def test_a_teacher_with_other_words_of_the_same_number(refused, place):
@@ -199,7 +199,7 @@ def test_a_teacher_with_other_words_of_the_same_number(refused, place):
     path = place / "foreign" / "tokenizer.json"
     path.write_text(path.read_text().replace('"<unk>"', '"<what>"'))
     line = refused("kd", "--teacher_model", "foreign")
-    assert line.startswith("--teacher_model foreign: its vocabulary") and "share a tokenizer" in line
+    assert line.startswith("--teacher_model foreign: its tokenizer is not --pretrain's")
 
 
 # ---- what is left on disk
