@@ -120,7 +120,8 @@ OWN_OF_RL = """config dry_run nproc num_workers use_visualdl use_trackio trackio
     shard_size gradient_checkpointing_layers gradient_checkpointing_keep offload_activations
     compile exact ray max_restarts restart_wait rollout_engine vllm_sync_lora async_staleness async_timeout
     bootstrap_truncated mismatch_correction mismatch_range teacher_model teacher_coef teacher_divergence jsd_beta
-    teacher_prompt_key teacher_prompt_func teacher_ema record replay placeholder_token reward_tokens step_reward step_separator reward_func reward_timeout generate_min_len repetition_penalty adam_eps
+    teacher_prompt_key teacher_prompt_func teacher_ema record replay placeholder_token reward_tokens
+    step_reward step_separator reward_func reward_timeout generate_min_len repetition_penalty adam_eps
     policy_loss_coef kl_clip running_reward_norm micro_logprob_batch_size micro_reward_batch_size
     micro_value_batch_size dynamic_filtering_rule dynamic_filtering_batches truncate_prompts drop_last no_shuffle"""
 GROUP = {"n_samples_per_prompt": 8}

@@ -33,7 +33,10 @@ LEFT_BY = {  # page: what its commands must have made
         "my-resumable-grpo/report.html",
     ],
     "plan": ["my-planned-model/report.html"],
-    "distillation": ["my-student/model.safetensors", "my-third-student/metrics.jsonl"],
+    "distillation": [
+        *("my-student/model.safetensors", "my-third-student/metrics.jsonl"),
+        *("my-on-policy-student/report.html", "my-self-taught/report.html"),
+    ],
 }
 
 
@@ -51,6 +54,7 @@ def quickstarted(tmp_path_factory):
 @pytest.fixture
 def folder(quickstarted, tmp_path, monkeypatch):
     shutil.copytree(quickstarted, tmp_path / "here")
+    (tmp_path / "here" / "examples").symlink_to(DOCS.parent / "examples")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 
