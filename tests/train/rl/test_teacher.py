@@ -364,8 +364,11 @@ def uninterrupted(taught, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_two_processes_learn_what_one_learns(taught, tmp_path):
-    words = "--teacher_model {0}/teacher --teacher_divergence reverse_kl --max_steps 2"
+@pytest.mark.parametrize(
+    "teacher", ["--teacher_model {0}/teacher", "--teacher_prompt_key hint --enable_ema --teacher_ema"]
+)
+def test_two_processes_learn_what_one_learns(taught, tmp_path, teacher):
+    words = f"{teacher} --teacher_divergence reverse_kl --max_steps 2"
     for out, more in (("one", ""), ("two", "--nproc 2"), ("sharded", "--nproc 2 --zero_stage 3")):
         assert warm.run(words_of(taught, tmp_path / out, f"{words} {more}")) == 0
     one, two, sharded = (rows(tmp_path / out) for out in ("one", "two", "sharded"))

@@ -75,11 +75,12 @@ class TeacherPrompts:
         openings = self.tokenizer.batch_decode(prompt_ids) if experience.episodes is not None else []
         request = make_reward_request(self.store, rows, responses, prompt_ids, response_ids, openings=openings)
         request.columns["rewards"] = experience.rewards_S.tolist()
-        renderer = PromptRenderer("prompt", ["prompt"], self.tokenizer, self.settings, "teacher")
+        renderer = PromptRenderer("prompt", ["prompt", "tools"], self.tokenizer, self.settings, "teacher")
         found: list[list[int]] = [[] for _ in rows]
         for i, prompt in enumerate(function.prompts(request)):
             if prompt:
-                rendering = renderer.render({"prompt": prompt}, f"{function.file}: prompt {i}")
+                row = {"prompt": prompt, "tools": request.columns.get("tools", [None] * len(rows))[i]}
+                rendering = renderer.render(row, f"{function.file}: prompt {i}")
                 ((ids, _),) = tokenize_renderings([rendering] if rendering else [], self.tokenizer)
                 if problem := self._too_long(len(ids)):
                     where = f"a prompt for {self.store.place(rows[i])}"
