@@ -36,7 +36,7 @@ def test_with_ray_the_placement_is_followed_and_nothing_is_said():
 def test_devices_of_a_model_that_is_not_there_are_said_to_be_unused(role, words, why):
     told = f"--{role}_num_gpus_per_node has no effect with --ray: {why}"
     assert lines_of("ppo", f"{RL} --ray --{role}_num_gpus_per_node 2 {words}") == [told]
-    teaching = lines_of("ppo", f"{RL} --ray --ref_num_gpus_per_node 2 --lora_rank 4 --teacher_model a/b")
+    teaching = lines_of("ppo", f"{RL} --ray --ref_num_gpus_per_node 2 --lora_rank 4 --teacher_model e/f")
     assert not [line for line in teaching if "num_gpus" in line]
 
 
