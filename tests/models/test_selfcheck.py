@@ -18,13 +18,12 @@ from tests.samples import batch_of, random_examples
 from tests.tiny import COMMON, FAMILIES, RECURRENT_FAMILIES, VARIANT_FAMILIES, tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.errors import UserError
 from trimtab.models import attention, selfcheck
 from trimtab.models.activation_memory import enable_gradient_checkpointing
 from trimtab.models.policy import Policy
 from trimtab.models.reward import RewardModel
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.builtin.engine import why_slow
 
 PADDED = {"bloom", "falcon"}
 
@@ -140,8 +139,7 @@ def test_the_reason_names_the_layers_that_keep_a_model_from_being_packed(family)
     policy = Policy(AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**COMMON, **changes})))
     verdict = choose_path(policy)
     assert verdict.path == "padded" and re.match(reason, verdict.reason) and policy.not_packed == verdict.reason
-    with pytest.raises(UserError, match=f"built-in engine cannot run {type(policy.inner).__name__}: {reason}.* vllm"):
-        BuiltinEngine(policy)
+    assert re.search(f"rows are padded, not packed: {reason}.*; --rollout_engine vllm", why_slow(policy))
 
 
 def test_a_head_we_do_not_know_is_read_from_the_models_own_logits(monkeypatch):

@@ -28,7 +28,7 @@ from trimtab.rollout.builtin.scheduler import Scheduler
 from trimtab.rollout.sampling import SamplingParams
 
 FAMILIES = ["llama", "gpt2", "mixtral", "mistral", "qwen2", "qwen2_moe_window", "phimoe", "gemma2", "gpt_oss"]
-FAMILIES += ["gemma4_text", "qwen3_5_text", "nemotron_h"]
+FAMILIES += ["gemma4_text", "qwen3_5_text", "nemotron_h", "bloom"]
 TIGHT = {"kv_tokens": 160, "max_num_seqs": 8, "page_size": 8}
 MEMORIES = [{}, TIGHT, {"max_num_batched_tokens": 10}]
 
@@ -81,13 +81,13 @@ def test_penalised_answers_equal_hugging_faces_in_any_memory_and_have_the_policy
     check_log_probs(policy, answers, 0.6)
 
 
-OTHERS = [*LATENT_FAMILIES, *CYCLIC_FAMILIES, *VARIANT_FAMILIES, *RECURRENT_FAMILIES]
+OTHERS = [*LATENT_FAMILIES, *CYCLIC_FAMILIES, *VARIANT_FAMILIES, *RECURRENT_FAMILIES, "bloom", "falcon"]
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_layers_answer_in_conversations_as_hugging_faces_do(family):
     """Keys and values of different widths, sinks, chunks, layers that run more than once or have a state: read,
-    continued and decoded."""
+    continued and decoded. Two that the engine runs again for every token."""
     policy = policy_of(family)
     rollouts = converse(BuiltinEngine(policy, page_size=4), prompts((9, 17, 17, 4)))
     policy.inner.set_attn_implementation("eager")
@@ -99,7 +99,7 @@ def test_other_layers_answer_in_conversations_as_hugging_faces_do(family):
         torch.testing.assert_close(torch.from_numpy(rollout.log_probs), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.short(12)
+@pytest.mark.short(13)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_log_probs_equal_the_trainers(family, temperature):
@@ -199,12 +199,21 @@ def test_forbidden_and_favoured_tokens():
     assert {t for a in favoured for t in a.ids} == {7}
 
 
-def test_training_goes_on_as_before_after_generating():
-    policy = policy_of().train()
+@pytest.mark.parametrize("family", ["gpt2", "bloom"])
+def test_a_sequence_that_fills_the_context_ends_beside_longer_answers(family):
+    policy = policy_of(family)
+    answers = BuiltinEngine(policy).generate(prompts((251, 3)), SamplingParams(), limits=[5, 30])
+    assert [len(answer.ids) for answer in answers] == [5, 30]
+    check_log_probs(policy, answers)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_training_goes_on_as_before_after_generating(family):
+    policy = policy_of(family).train()
     batch = TokenBatch.of(random_examples([9, 5]))
     expected = policy(batch).log_probs_N
     BuiltinEngine(policy).generate(prompts(), SamplingParams(max_new_tokens=3))
-    assert policy.training
+    assert policy.training and torch.is_grad_enabled()
     torch.testing.assert_close(policy(batch).log_probs_N, expected)
 
 

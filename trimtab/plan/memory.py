@@ -212,9 +212,10 @@ class ProcessMemory:
         # The engine frees its KV cache between rollouts if it is larger than the remaining memory.
         phases = PHASES if size <= free - size else ("rollout",)
         read = actor.scoring_bytes(max(1, min(engine.max_num_batched_tokens, prompts * rows.prompt)))
-        parts.append(Part(f"keys and values of {size // engine.token_bytes:,} tokens", size, phases))
         parts.append(Part("a pass over prompts, or sampling tokens", max(read, self._sampling(slots)), ("rollout",)))
-        slots = min(slots, size // (rows.longest * engine.token_bytes))
+        if engine.token_bytes:  # some models cache no keys
+            parts.append(Part(f"keys and values of {size // engine.token_bytes:,} tokens", size, phases))
+            slots = min(slots, size // (rows.longest * engine.token_bytes))
         self.engine, self.rollout = EngineShare(actor.weights, size, slots, size / self.hardware.memory), parts
 
     def _vllm(self, engine: EngineShare) -> list[Part]:
@@ -328,7 +329,7 @@ def vllm_share(
     """The memory of an engine that may use this share of its devices."""
     device, rows = int(utilization * hardware.memory), work.rows
     weights = actor.weights // engines.tensor_parallel
-    tokens = max(0, device - weights) * engines.tensor_parallel // actor.kv_token_bytes
+    tokens = max(0, device - weights) * engines.tensor_parallel // max(1, actor.kv_token_bytes)
     alone = rows.longest  # KV tokens of a sequence without a shared prefix
     if options.enable_prefix_caching and rows.group > 1:
         alone = rows.answer + -(-rows.prompt // rows.group)

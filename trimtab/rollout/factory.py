@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.models.policy import Policy
 from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.builtin.engine import MAX_NUM_BATCHED_TOKENS, BuiltinEngine
-from trimtab.rollout.builtin.engine import require_packed as require_packed
+from trimtab.rollout.builtin.engine import why_slow as why_slow
 from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
 from trimtab.rollout.builtin.model_runner import ModelRunner
 from trimtab.rollout.engine import Engine

@@ -9,6 +9,8 @@ Between calls the engine keeps the KV cache, the prefix cache and captured graph
 """
 
 import contextlib
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -26,9 +28,15 @@ from trimtab.models.recurrent import recurrent_modules
 from trimtab.models.rotary import generated_context
 from trimtab.rollout.builtin.attention import MOST_TOGETHER
 from trimtab.rollout.builtin.cuda_graphs import CaptureFailed, DecodeGraphs, GraphCache
-from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
+from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCache, KVCacheManager
 from trimtab.rollout.builtin.linear import Int8Layers
-from trimtab.rollout.builtin.model_runner import ModelRunner, build_fused_layers, is_sharded, sampled_weights
+from trimtab.rollout.builtin.model_runner import (
+    ModelRunner,
+    RecomputeRunner,
+    build_fused_layers,
+    is_sharded,
+    sampled_weights,
+)
 from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler, SamplerCache, SamplerOutput, same_params
 from trimtab.rollout.builtin.scheduler import PromptState, ScheduledSequence, Scheduler, SequenceState
 from trimtab.rollout.builtin.state_cache import DecodeStates, States, split_states
@@ -40,6 +48,8 @@ from trimtab.rollout.sampling import (
     stop_string_end,
 )
 from trimtab.rollout.trajectory import Finish, PromptLogprobs, TopLogprobs, Trajectory
+
+logger = logging.getLogger(__name__)
 
 
 def append_tokens(
@@ -132,6 +142,8 @@ class Prefill:
         self._restore_preempted([a.sample for a in admissions if len(a.sample.ids) > 1])
 
     def _restore_preempted(self, samples: list[SequenceState]) -> None:
+        if isinstance(self.runner, RecomputeRunner):
+            return
         self.tokens += sum(len(s.ids) - 1 for s in samples)
         if self.runner.recurrent:
             for group in _groups(samples, lambda s: s.length, self.most):
@@ -206,6 +218,8 @@ class Prefill:
                 return self.graphs.prefills.prefill(self.runner, sequences)
             except CaptureFailed as error:
                 self.graphs.give_up(error)
+        if isinstance(self.runner, RecomputeRunner):
+            return self.runner.prefill(sequences)
         hidden = self._prefill_eager(sequences)
         keep_states(prompts, self.runner.states)
         return hidden
@@ -405,9 +419,9 @@ class BuiltinSession(TokenSession):
             engine.captured.follow(cache, fused=engine.fused is not None)
             self._address = address
         if self._scheduler is None:
-            memory.prefix_cache.enabled = self.prefix_caching and not engine.recurrent
+            memory.prefix_cache.enabled = self.prefix_caching and not engine.recurrent and not engine.recomputes
             self._scheduler = Scheduler(memory.prefix_cache, engine.max_num_seqs)
-            self._runner = ModelRunner(engine.policy, cache, engine.fused)
+            self._runner = engine.runner(cache)
             self.contexts.enter_context(self._runner)
             self._prefill = Prefill(self._runner, engine.captured, engine.max_num_batched_tokens)
             self._samplers = SamplerCache(self.vocabulary, self.device)
@@ -450,7 +464,7 @@ class BuiltinSession(TokenSession):
 
     def _chunk_size(self, scheduler: Scheduler, graphs: DecodeGraphs | None, most: int | None) -> int:
         """Steps of the next decode chunk, at most `most`, for which pages are allocated."""
-        chunk = CHUNK_SIZE if graphs is None else graphs.chunk_size
+        chunk = (1 if self.engine.recomputes else CHUNK_SIZE) if graphs is None else graphs.chunk_size
         if graphs is not None and not scheduler.waiting and (most is None or most > chunk):
             short = scheduler.short(graphs.long_chunk_size)
             if scheduler.can_allocate(short):
@@ -480,16 +494,19 @@ class BuiltinSession(TokenSession):
 
     def _decode_eager(self, running: list[SequenceState], steps: int) -> SamplerOutput:
         runner = self._runner
+        drawn = torch.tensor([len(s.ids) for s in running], device=self.device)
+        sampler, seeds, seen = self._samplers.of(running), self._seeds(running), self._samplers.seen(running)
+        if isinstance(runner, RecomputeRunner):
+            return self._draw(runner.prefill([(s.text, 0, []) for s in running]), sampler, seeds, drawn, seen)
         tables = np.zeros((len(running), max(len(s.pages) for s in running) + 1), dtype=np.int64)
         for row, sample in enumerate(running):
             tables[row, : len(sample.pages)] = sample.pages
         tables = torch.from_numpy(tables).to(self.device)
         tokens = torch.tensor([s.ids[-1] for s in running], device=self.device)
         positions = torch.tensor([s.length for s in running], device=self.device)
-        drawn = torch.tensor([len(s.ids) for s in running], device=self.device)
-        last = tables.shape[1] * runner.cache.size - 1
+        # Learned positions end with the context.
+        last = min(tables.shape[1] * runner.cache.size, self.engine.context or math.inf) - 1
         results: list[SamplerOutput] = []
-        sampler, seeds, seen = self._samplers.of(running), self._seeds(running), self._samplers.seen(running)
         states = DecodeStates.of([s.states for s in running], runner.policy.config) if runner.recurrent else None
         for step in range(steps):
             # A sequence past its end writes to page 0, which is never read.
@@ -527,13 +544,14 @@ class BuiltinSession(TokenSession):
 MAX_NUM_BATCHED_TOKENS = 8192  # prompt tokens of one prefill pass
 
 
-def require_packed(policy: Policy) -> None:
-    """Refuse a model that this engine cannot run."""
-    if policy.path != "packed":
-        raise UserError(
-            f"the built-in engine cannot run {type(policy.inner).__name__}: {policy.not_packed}. SFT, DPO and reward "
-            "models train it in padded rows; RL and generation take --rollout_engine vllm, if vLLM runs this model"
-        )
+def why_slow(policy: Policy) -> str:
+    """A line on a model that this engine runs without a cache; empty for others."""
+    if policy.path == "packed":
+        return ""
+    return (
+        f"every token runs its whole sequence again, because rows are padded, not packed: {policy.not_packed}; "
+        "--rollout_engine vllm is faster if vLLM runs this model"
+    )
 
 
 class BuiltinEngine(Engine):
@@ -559,7 +577,8 @@ class BuiltinEngine(Engine):
         `prefix_caching`: the prefix cache is kept between calls, not only within a session. Results then differ in the
         last bits from those of a full prefill. `eager`: capture no graphs. `tensor`: the tensor-parallel group. All of
         its processes make the same calls and sample the same tokens, and take decisions together."""
-        require_packed(policy)
+        if line := why_slow(policy):
+            logger.warning("the built-in engine is slow here: %s", line)
         self.policy, self.tokenizer, self.max_num_seqs = policy, tokenizer, max_num_seqs
         self.max_num_batched_tokens, self.prefix_caching = max_num_batched_tokens, prefix_caching
         self.tensor = tensor or Peers()
@@ -571,8 +590,10 @@ class BuiltinEngine(Engine):
         self.memory = KVCacheManager(shape, page_size, kv_tokens, self.tensor)
         # With tensor parallelism every layer has collectives, which are not captured in graphs.
         # States of recurrent layers are joined anew for every chunk.
-        self.recurrent = bool(recurrent_modules(policy.inner))
-        self.captured = GraphCache(policy, max_num_seqs, possible=not eager and not cut and not self.recurrent)
+        self.recomputes = policy.path != "packed"
+        self.recurrent = not self.recomputes and bool(recurrent_modules(policy.inner))
+        graphs = not (eager or cut or self.recurrent or self.recomputes)
+        self.captured = GraphCache(policy, max_num_seqs, possible=graphs)
         same_kernels = self.fused is not None and policy.attention.fused
         self.exact = (shape.dtype == torch.float32 or same_kernels) and not weight_only_int8
         self.version = 0
@@ -581,6 +602,11 @@ class BuiltinEngine(Engine):
         """Prefilled tokens so far: of prompts, as far as they were not cached, and of preempted sequences."""
         self._int8 = Int8Layers(policy) if weight_only_int8 else None
         self._cached_weights: tuple | None = None  # fingerprint of the weights behind the prefix cache
+
+    def runner(self, cache: KVCache) -> ModelRunner:
+        if self.recomputes:
+            return RecomputeRunner(self.policy, cache, self.max_num_batched_tokens)
+        return ModelRunner(self.policy, cache, self.fused)
 
     def session(self, sampling: SamplingParams) -> BuiltinSession:
         """Open a session. If the policy is sharded, every process must open and close one."""

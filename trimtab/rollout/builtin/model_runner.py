@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.data.batches import Span
+from trimtab.data.batches import Span, TokenBatch
 from trimtab.distributed.device import widest
 from trimtab.models.attention import PackedRow, carry, unpadded
-from trimtab.models.lm_head import shaped_logits, whole_logits
+from trimtab.models.lm_head import LogitShape, shaped_logits, whole_logits
 from trimtab.models.packed import backbone_of
 from trimtab.models.policy import Policy
 from trimtab.models.recurrent import recurrent_modules
@@ -111,6 +111,8 @@ class ModelRunner:
     def measure(policy: Policy) -> tuple[KVShape, list[Arguments]]:
         """Shape of the KV cache and arguments of every attention call, recorded in a forward pass of one token, because
         configurations name them differently."""
+        if policy.path != "packed":  # it caches nothing
+            return KVShape((), next(policy.parameters()).dtype), []
         attention = AttentionProbe()
         with generating(policy, attention):
             one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
@@ -237,6 +239,48 @@ class ModelRunner:
     def slots(self, pages: list[int], length: int) -> np.ndarray:
         size, token = self.cache.size, np.arange(length)
         return np.asarray(pages)[token // size] * size + token % size
+
+
+class RecomputeRunner(ModelRunner):
+    """For models that take no packed rows: every step runs whole sequences again in padded rows, as the trainer does.
+    Slow, but right for any model; nothing is cached."""
+
+    def __init__(self, policy: Policy, cache: KVCache, most: int):
+        """`most`: tokens of a pass, with padding."""
+        super().__init__(policy, cache)
+        self.most = most
+
+    def __enter__(self) -> "RecomputeRunner":
+        self._training = self.policy.training
+        self.policy.eval()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.policy.train(self._training)
+
+    def prefill(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
+        """The next token's logits [S, V] of (ids, not used, not used)."""
+        logits: dict[int, Tensor] = {}
+        left = sorted(range(len(sequences)), key=lambda i: -len(sequences[i][0]))
+        while left:
+            # A model's own logits have the width of the vocabulary for every token.
+            rows = 1 if self.policy.path == "logits" else max(1, self.most // len(sequences[left[0]][0]))
+            together, left = left[:rows], left[rows:]
+            logits |= zip(together, self._next_logits([sequences[i][0] for i in together]))
+        return torch.stack([logits[i] for i in range(len(sequences))])
+
+    def _next_logits(self, texts: list[list[int]]) -> Tensor:
+        policy = self.policy
+        batch = TokenBatch.of([(np.array(ids), np.ones(len(ids), dtype=bool)) for ids in texts]).to(policy.device)
+        last = [span.start + span.length - 1 for span in batch.spans]
+        if policy.path == "logits":
+            rows, logits = policy.own_logits(batch)
+            return shaped_logits(logits.flatten(0, 1)[rows.flat_T[last]], LogitShape(), 1.0)
+        hidden_TD, _ = policy.hidden(batch)
+        return shaped_logits(whole_logits(hidden_TD[last], policy.head), policy.logit_shape, 1.0)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        return hidden_ND  # of `prefill`: they are the logits already
 
 
 # ---- which models have fused layers

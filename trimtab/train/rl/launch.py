@@ -26,7 +26,7 @@ from trimtab.rewards.build import check_columns, check_reward, describe_rewards
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.episode import EpisodeRecord, Segment
-from trimtab.rollout.factory import require_packed
+from trimtab.rollout.factory import why_slow
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
@@ -307,8 +307,7 @@ def dry_run_rl(
     if not about:
         check_drop_last(whole, options)
     described_model = model_lines(model, options, device)
-    if not options.uses_vllm:
-        require_packed(model)
+    slow = "" if options.uses_vllm else why_slow(model)
     cut = []
     if model.path == "packed" and uses_default_tokens(options, device):
         options = with_default_tokens(options, device)
@@ -319,7 +318,7 @@ def dry_run_rl(
         *device_notes(options, device),
         *(line for line in (note, replayed) if line),
         *described_model,
-        f"engine: {'vLLM' if options.uses_vllm else 'built-in'}",
+        f"engine: {'vLLM' if options.uses_vllm else 'built-in'}{slow and f', slow: {slow}'}",
         f"data: {reports['train'].in_files:,} prompts give {'about ' if about else ''}"
         f"{count_iterations(whole, options):,} iterations of {options.updates_per_iteration} updates",
         f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
