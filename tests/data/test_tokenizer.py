@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from tests.data.templates import CHATML
@@ -38,6 +40,17 @@ def test_missing_models_are_one_line(tmp_path):
         with pytest.raises(UserError, match=words) as caught:
             load_tokenizer(name)
         assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_transformers_refuses_is_told_by_its_fault(make_tokenizer, tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    config = {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": ["full_attention", "mystery"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"config.json: layer_types has mystery, which version .* does not know"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"]}))
+    with pytest.raises(UserError, match=r"config.json: .*`num_hidden_layers` \(2\) must be equal to the number of"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_without_an_end_is_refused(make_tokenizer, tmp_path):

@@ -5,8 +5,9 @@ import pytest
 
 from tests import warm
 from tests.models import sharing
-from tests.train.job_run import write_model
+from tests.train.job_run import write_model, write_rows
 from trimtab.data.batches import Span
+from trimtab.embedded.sort_task import make_rows
 from trimtab.models.parallel.context_parallel import RowSharding
 
 LONG_ROW = [Span(0, 257)]
@@ -51,6 +52,23 @@ QUICK = ["one key head", "three heads", "window", "one tied row", "checkpointing
 
 def test_two_processes_that_share_a_row_read_off_and_learn_what_one_does():
     assert warm.call_world(sharing.compare, 2, QUICK) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("gpt_oss", "GptOssForCausalLM: GptOssAttention has sinks or chunks"),
+        ("qwen3_5_text", "Qwen3_5ForCausalLM: Qwen3_5GatedDeltaNet keeps a state"),
+        ("bloom", "BloomForCausalLM: BloomAttention does not use transformers' attention interface"),
+    ],
+)
+def test_rows_that_cannot_be_shared_are_refused_before_training(family, why, tmp_path):
+    write_model(tmp_path / "model", family)
+    write_rows(tmp_path / "rows.jsonl", make_rows(4, 1))
+    words = f"sft --pretrain {tmp_path}/model --dataset {tmp_path}/rows.jsonl --max_len 40 --save_path {tmp_path}/out"
+    for said in warm.world_outputs([*words.split(), "--ring_attn_size", "2"], 2, 2):
+        assert f"({why}); leave it out\n" in said or "error" not in said
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 import copy
 import re
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -18,12 +20,13 @@ from tests.samples import batch_of, random_examples
 from tests.tiny import COMMON, FAMILIES, RECURRENT_FAMILIES, VARIANT_FAMILIES, tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.data.batches import TokenBatch
+from trimtab.errors import UserError
 from trimtab.models import attention, selfcheck
 from trimtab.models.activation_memory import enable_gradient_checkpointing
 from trimtab.models.policy import Policy
 from trimtab.models.reward import RewardModel
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin.engine import why_slow
+from trimtab.rollout.builtin.engine import BuiltinEngine, why_slow
 
 PADDED = {"bloom", "falcon"}
 
@@ -140,6 +143,21 @@ def test_the_reason_names_the_layers_that_keep_a_model_from_being_packed(family)
     verdict = choose_path(policy)
     assert verdict.path == "padded" and re.match(reason, verdict.reason) and policy.not_packed == verdict.reason
     assert re.search(f"rows are padded, not packed: {reason}.*; --rollout_engine vllm", why_slow(policy))
+
+
+@pytest.mark.parametrize(("name", "job"), [("causal_conv1d_fn", choose_path), ("causal_conv1d_update", BuiltinEngine)])
+def test_kernels_of_another_version_are_told_before_anything_runs(monkeypatch, name, job):
+    """One is called in training, the other for single tokens."""
+    policy = Policy(tiny_model("qwen3_5_text"))
+    choose_path(policy)
+
+    def changed(signal, kernel, *, layout):
+        raise AssertionError
+
+    monkeypatch.setattr(sys.modules[type(policy.inner).__module__], name, changed)
+    monkeypatch.setitem(sys.modules, "causal_conv1d", types.SimpleNamespace(__version__="9.0"))
+    with pytest.raises(UserError, match=r"GatedDeltaNet cannot be run by .*changed\(\).* of causal_conv1d 9.0$"):
+        job(policy)
 
 
 def test_a_head_we_do_not_know_is_read_from_the_models_own_logits(monkeypatch):

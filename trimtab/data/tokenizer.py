@@ -1,6 +1,8 @@
 """The tokenizer of a model, ready for training."""
 
+import ast
 import os
+import re
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trimtab.data.data_files import first_line
@@ -32,6 +36,8 @@ def load_tokenizer(
     except Exception as error:
         if (why := needs_code(error)) is not None:
             raise UserError(f"{flag} {pretrain}: its tokenizer {why}") from error
+        if isinstance(error, StrictDataclassError):
+            raise UserError(f"{flag} {pretrain}: transformers refuses its config.json: {_fault(error)}") from error
         if is_folder:
             if not any(Path(pretrain).expanduser().glob("*token*")):
                 raise UserError(f"{flag} {pretrain}: no tokenizer.json in this folder; copy it there") from error
@@ -50,6 +56,16 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
     return tokenizer
+
+
+def _fault(error: StrictDataclassError) -> str:
+    """What is wrong in a config.json, without the long lists in transformers' message."""
+    listed = re.search(r"`(\w+)` entries must be in (\(.*\)) but got (\[.*\])", str(error))
+    if listed is None:
+        return str(error).splitlines()[-1].strip()
+    known, found = (ast.literal_eval(values) for values in listed.groups()[1:])
+    unknown = ", ".join(sorted({str(kind) for kind in found if kind not in known}))
+    return f"{listed[1]} has {unknown}, which version {transformers.__version__} does not know; correct it or upgrade"
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from trimtab.data.batches import Span, sent
 from trimtab.distributed.device import kind_of
-from trimtab.errors import UserError
 
 if TYPE_CHECKING:
     from trimtab.models.compile import Comparison
@@ -120,6 +119,8 @@ def packed_attention(
         known = [f"{name} ({REFUSED[name]})" if name in REFUSED else name for name in unknown]
         raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(known)} to its attention")
     arguments = with_window(module, attention_mask, arguments)
+    if current.callers is not None and any(arguments.get(name) is not None for name in ("s_aux", "chunk")):
+        current.not_shared = f"{type(module).__name__} has sinks or chunks"
     assert current.row is not None, "begin() before the forward pass"
     return current.row.attend(query, key, value, arguments), None
 
@@ -139,6 +140,7 @@ class PackedPass:
     is_running: bool = False
     calls: int = 0
     callers: list[nn.Module] | None = None  # modules that called attention, while the self-check records them
+    not_shared: str = ""  # why processes cannot share a row, found by the self-check
     compiled: bool = False  # layers run compiled or fused (models/compile.py)
     fused: bool = False  # they are fused
     failure: str = ""  # why a compiled layer failed
@@ -166,8 +168,8 @@ class PackedPass:
         """Run a recurrent module on each sequence of the row (recurrent.py). hidden: [1, T, D]"""
         if self.callers is not None:
             self.callers.append(module)
-        if not isinstance(self.row, PackedRow):
-            raise UserError(f"--ring_attn_size: {type(module).__name__} keeps a state; leave it out for this model")
+            self.not_shared = f"{type(module).__name__} keeps a state"
+        assert isinstance(self.row, PackedRow), self.not_shared
         return self.row.in_blocks(lambda hidden_SLD: run(hidden_SLD, None), hidden[0])[None]
 
 

@@ -17,12 +17,14 @@ import contextlib
 import copy
 import math
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
@@ -30,6 +32,7 @@ from trimtab.errors import UserError
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import NAME, UnsupportedAttention, register
 from trimtab.models.packed import PackedModel, Path, cast_parameters, scoring
+from trimtab.models.pretrained import first_line
 from trimtab.models.recurrent import RecurrentForward
 from trimtab.models.rotary import ORIGINAL, rotary_limits
 
@@ -41,6 +44,7 @@ class Verdict:
     path: Path
     reason: str  # why not a better path; empty for the packed one
     difference: float  # largest |our log-prob - Hugging Face's| on the chosen path
+    not_shared: str = ""  # why processes cannot share a packed row
 
 
 LENGTHS = (9, 6)
@@ -65,7 +69,12 @@ def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
     with scoring(root), lowered_limits(causal):
         use_attention(causal, by_definition)
         probe = probe_batch(root.config, root.device, LENGTHS)
-        reference = root.reference_values(probe)
+        try:
+            reference = root.reference_values(probe)
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            raise UserError(f"--pretrain: {cannot_run(error)}") from error
         # Rounding is relative to the values. Half precision occurs only with 4-bit weights and named implementations.
         rounding = 3e-5 if next(root.parameters()).dtype == torch.float32 else 2e-2
         tolerance = rounding * max(3.0, reference.abs().max().item())
@@ -74,7 +83,7 @@ def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
             problem, difference = _try(root, probe, reference, tolerance)
             if not problem:
                 root.not_packed = reasons[0] if reasons else ""
-                return Verdict(root.path, root.not_packed, difference)
+                return Verdict(root.path, root.not_packed, difference, root.attention.not_shared)
             reasons.append(problem)
     raise UserError(f"--pretrain: {type(causal).__name__} cannot be run here: {reasons[-1]}; use another model")
 
@@ -126,8 +135,8 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
         values = root.check_values(probe)
     except UnsupportedAttention as error:
         return str(error), float("inf")
-    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        return f"{_failed_in(error)} fails in {root.path} rows ({' '.join(str(error).split())[:120]})", float("inf")
+    except FAILURES as error:
+        return f"{_failed_in(error)} fails in {root.path} rows ({first_line(error)[:120]})", float("inf")
     finally:
         root.attention.callers = None
     recurrent = any(isinstance(vars(module).get("forward"), RecurrentForward) for module in callers)
@@ -139,6 +148,19 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
     if difference <= tolerance:
         return "", difference
     return f"{root.path} values differ from Hugging Face's by {difference:.2g}", difference
+
+
+FAILURES = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
+KERNELS = ("fla", "causal_conv1d", "mamba_ssm")  # packages whose functions transformers calls where they are installed
+
+
+def cannot_run(error: Exception) -> str:
+    """A line on a model whose own code fails, with the kernel packages that may be of another version."""
+    found = [
+        f"{name} {getattr(sys.modules[name], '__version__', '')}".strip() for name in KERNELS if name in sys.modules
+    ]
+    cure = f"remove or change the version of {' and '.join(found)}" if found else "use another model"
+    return f"{_failed_in(error)} cannot be run by transformers {transformers.__version__}: {first_line(error)}; {cure}"
 
 
 def _failed_in(error: Exception) -> str:
@@ -214,6 +236,7 @@ def choose_path_without_weights(
         verdict, attention = check(small)
     use_attention(module.inner, attention)
     module.path, module.not_packed = verdict.path, verdict.reason
+    module.attention.not_shared = verdict.not_shared
     return verdict
 
 

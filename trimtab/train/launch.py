@@ -140,7 +140,7 @@ def model_lines(model: PackedModel, options: TrainedModelOptions, device: Device
     lines.append("rows: packed" if packed else f"rows: padded, not packed: {verdict.reason}")
     sizes = [str(size) for size in range(2, 9) if packed and supports_tensor_parallel(model.config, size)]
     tensor = f"--ds_tensor_parallel_size {' or '.join(sizes)}" if sizes else "no --ds_tensor_parallel_size"
-    ring = "--ring_attn_size" if packed else "no --ring_attn_size"
+    ring = "--ring_attn_size" if packed and not verdict.not_shared else "no --ring_attn_size"
     return [*lines, f"over several processes: {tensor}, {ring}"]
 
 

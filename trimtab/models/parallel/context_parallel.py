@@ -27,7 +27,6 @@ from torch.nn.functional import pad
 
 from trimtab.data.batches import Span
 from trimtab.distributed.process_group import Peers, gather_shards, reduce_scatter_shards, start_gather_shards
-from trimtab.errors import UserError
 from trimtab.models.attention import (
     FILL,
     LayerAttention,
@@ -217,9 +216,7 @@ class ContextRow:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
         """query [1, heads, tokens, D] in, [1, tokens, heads, D] out."""
         layer = LayerAttention.of(arguments, query, self.longest_sequence)
-        assert query.shape[2] == self.padded and not layer.dropout
-        if layer.sinks is not None or layer.chunk is not None:
-            raise UserError("--ring_attn_size: attention with sinks or chunks is not supported; leave it out")
+        assert query.shape[2] == self.padded and not layer.dropout and layer.sinks is layer.chunk is None
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [tokens, heads, D]
         return _Attention.apply(q, k, v, self, layer)[None]
 

@@ -71,10 +71,11 @@ def enable_context_parallel(model: PackedModel, options: ShardingOptions, mesh: 
     names the model."""
     if mesh.context.size == 1:
         return
-    if model.path != "packed":
+    if model.path != "packed" or model.attention.not_shared:
+        problem = model.not_packed or model.attention.not_shared
         raise UserError(
-            f"--ring_attn_size {mesh.context.size} shares out packed rows, and {flag} cannot take any "
-            f"({type(model.inner).__name__}); leave it out"
+            f"--ring_attn_size {mesh.context.size} shares out packed rows, and {flag} has none to share "
+            f"({type(model.inner).__name__}: {problem}); leave it out"
         )
     model.context = ContextParallel(mesh.context, options.ring_head_stride)
 

@@ -34,6 +34,7 @@ from trimtab.rollout.builtin.model_runner import (
     ModelRunner,
     RecomputeRunner,
     build_fused_layers,
+    check_decode,
     is_sharded,
     sampled_weights,
 )
@@ -592,6 +593,9 @@ class BuiltinEngine(Engine):
         # States of recurrent layers are joined anew for every chunk.
         self.recomputes = policy.path != "packed"
         self.recurrent = not self.recomputes and bool(recurrent_modules(policy.inner))
+        if self.recurrent:
+            with policy.at_work():
+                check_decode(policy, shape, page_size)
         graphs = not (eager or cut or self.recurrent or self.recomputes)
         self.captured = GraphCache(policy, max_num_seqs, possible=graphs)
         same_kernels = self.fused is not None and policy.attention.fused

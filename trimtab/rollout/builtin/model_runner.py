@@ -13,11 +13,13 @@ from torch import Tensor
 
 from trimtab.data.batches import Span, TokenBatch
 from trimtab.distributed.device import widest
+from trimtab.errors import UserError
 from trimtab.models.attention import PackedRow, carry, unpadded
 from trimtab.models.lm_head import LogitShape, shaped_logits, whole_logits
 from trimtab.models.packed import backbone_of
 from trimtab.models.policy import Policy
 from trimtab.models.recurrent import recurrent_modules
+from trimtab.models.selfcheck import FAILURES, cannot_run
 from trimtab.rollout.builtin.attention import (
     NAME,
     Arguments,
@@ -333,6 +335,18 @@ def passes_self_check(fused: FusedLayers, policy: Policy, shape: KVShape, page: 
     return followed.same and ends and bool(whole.norm() <= WHOLE_TOLERANCE * expected.float().norm())
 
 
+@torch.no_grad()
+def check_decode(policy: Policy, shape: KVShape, page: int) -> None:
+    """Raise UserError if layers with a state fail for single tokens: their kernels for these are others than in
+    training."""
+    try:
+        _few_hidden_states(policy, _memory(shape, page, policy.device), None)
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as error:
+        raise UserError(f"the built-in engine: {cannot_run(error)}") from error
+
+
 class CheckedLayers(FusedLayers):
     """Fused layers that each start from the residual stream of the modules, and are compared with them."""
 
@@ -388,5 +402,6 @@ def _few_hidden_states(policy: Policy, cache: KVCache, fused: FusedLayers | None
     tensor = partial(torch.tensor, device=policy.device)
     with ModelRunner(policy, cache, fused) as runner:
         read = runner.prefill([(ids[:-1], 0, pages)])
-        decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([pages]))
+        states = DecodeStates.of([s for s in runner.states if s], policy.config) if runner.recurrent else None
+        decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([pages]), states=states)
     return torch.cat([read, decoded])
