@@ -1,12 +1,18 @@
-"""Every causal family of the installed transformers as a tiny model, and how it runs: docs/models.md.
+"""Every causal family of the installed transformers as a tiny model, and how it runs: the table of docs/models.md.
 
-python -m tests.models.families writes the lists of that page anew.
+python -m tests.models.families tries all of them anew (8 minutes) and writes that table.
 """
 
+import contextlib
+import copy
+import io
+import json
 import re
+import shutil
 import sys
-import textwrap
+import tempfile
 import warnings
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +22,21 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests import tiny
+from tests import tiny, warm
+from tests.models.sharing import PACKED, batch_of, close
+from tests.train.job_run import assert_same_tensors, preference_rows, rows, weights, write_rows
+from trimtab.cli.main import main as command
 from trimtab.data.batches import TokenBatch
-from trimtab.models.packed import scoring
+from trimtab.distributed.device import find_device
+from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.process_group import find_world, leave_world
+from trimtab.embedded.sort_task import make_prompts, make_rows, make_tokenizer
+from trimtab.models.fused_layer import is_llama_like
+from trimtab.models.packed import backbone_of, scoring
+from trimtab.models.parallel.context_parallel import ContextParallel
+from trimtab.models.parallel.tensor_parallel import apply_tensor_parallel, supports_tensor_parallel
 from trimtab.models.policy import Policy
+from trimtab.models.recurrent import recurrent_modules
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
@@ -36,7 +53,8 @@ prophetnet trocr whisper
 """
 OF_IMAGES_OR_BYTES = """
 aria_text blt emu3 fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant
-gemma4_unified_text git got_ocr2 llama4 minimax_m3_vl_text mllama phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp
+gemma4_unified_text git got_ocr2 llama4 minimax_m3_vl_text mllama moss_transcribe_diarize phi4_multimodal qwen3_5
+qwen3_5_moe qwen4_exp
 """
 NO_TINY = "cohere_compass_text cpmant dbrx zamba inkling_text ctrl"  # their configurations cannot be made this small
 LEFT_OUT = set(f"{ENCODERS} {SEQ2SEQ} {OF_IMAGES_OR_BYTES} {NO_TINY}".split())
@@ -68,21 +86,21 @@ USUAL = {"head_dim": 8, "num_experts": 4, "num_local_experts": 4, "n_routed_expe
 USUAL |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 
 
-def tiny_config(name: str):
-    kind = CONFIG_MAPPING[name]
+def tiny_config(name: str, **changes):
+    kind, common = CONFIG_MAPPING[name], tiny.COMMON | changes
     own = KNOWN.get(name)
     if own is None:
         usual = kind()
         own = {key: value for key, value in USUAL.items() if hasattr(usual, key)}
     try:
-        return kind(**tiny.COMMON | own)
+        return kind(**common | own)
     except Exception:  # its list of layers has the usual length
-        return kind(**tiny.COMMON | own | {"layer_types": None})
+        return kind(**common | own | {"layer_types": None})
 
 
-def tiny_policy(name: str) -> Policy:
+def tiny_policy(name: str, **changes) -> Policy:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(name)).eval()
+    model = AutoModelForCausalLM.from_config(tiny_config(name, **changes)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim >= 2:
@@ -107,26 +125,170 @@ def log_prob_gap(policy: Policy) -> float:
     return float((trained - torch.cat([torch.tensor(r.log_probs) for r in found])).abs().max())
 
 
-def documented_padded() -> set[str]:
-    """The families that run in padded rows, by docs/models.md."""
-    return set(re.findall("`(.*?)`", _PADDED.search(PAGE.read_text())[1]))
+# ---- through the commands
+
+CUT = "--train_batch_size 2 --micro_train_batch_size 2 --save_steps 1 --lr_warmup_ratio 0 --max_epochs 1"
+SUPERVISED = f"--max_len 40 --learning_rate 1e-2 {CUT}"
+REWARD = "--reward_verifier regex([0-4]):1.0,length(0-6):0.5"
+RL = (
+    f"--n_samples_per_prompt 2 --init_kl_coef 0.1 --label_key label --apply_chat_template {REWARD} --prompt_max_len 40 "
+    f"--generate_max_len 6 --rollout_batch_size 1 --actor_learning_rate 3e-3 {CUT}"
+)
+JOBS = {
+    "sft": f"sft --dataset {{data}}/rows.jsonl {SUPERVISED}",
+    "dpo": f"dpo --dataset {{data}}/pairs.jsonl {SUPERVISED}",
+    "rm": f"rm --dataset {{data}}/pairs.jsonl {SUPERVISED}",
+    "grpo": f"grpo --prompt_data {{data}}/prompts.jsonl {RL}",
+    "lora": f"grpo --prompt_data {{data}}/prompts.jsonl {RL} --lora_rank 2",
+}
+STEPS = 2
 
 
-_PADDED = re.compile(r"(?<=where it runs the model:\n)(.*?)(?=\.\n\n)", re.DOTALL)
+def write_data(folder: Path) -> None:
+    write_rows(folder / "rows.jsonl", make_rows(2 * STEPS, 1))
+    write_rows(folder / "pairs.jsonl", preference_rows(2 * STEPS, 1))
+    write_rows(folder / "prompts.jsonl", make_prompts(STEPS, 1))
+
+
+def write_family(name: str, folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    changes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    tiny_policy(name, **changes).inner.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def told(words: str) -> tuple[int, str]:
+    """The exit code of `trimtab WORDS`, and what it said as an error."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        return command(words.split()), error.getvalue()
+
+
+def train(name: str, folder: Path, data: Path) -> str:
+    """Run every job for two steps, SFT and GRPO also from the checkpoint of the first one; returns the modules that
+    adapters take: all, or those that PEFT allows."""
+    write_family(name, folder / "model")
+    adapted = "all"
+    for job, words in JOBS.items():
+        out = folder / job
+        words = f"{words.format(data=data)} --pretrain {folder}/model --save_path {out} --ckpt_path {out}/checkpoints"
+        code, error = told(words)
+        if job == "lora" and "PEFT refuses it: Module 'out_proj' is incompatible with Mamba" in error:
+            adapted = "named"
+            code, error = told(f"{words} {error[error.index('--target_modules ', error.index('give')) :]}")
+        assert code == 0, (job, error)
+        metrics = rows(out)
+        assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
+        if job in ("grpo", "lora"):
+            assert max(row["log_prob_gap"] for row in metrics) < 1e-6, metrics
+        if job in ("sft", "grpo"):
+            expected = weights(out)
+            shutil.rmtree(out / "checkpoints" / f"global_step{STEPS}")
+            for file in out.glob("*.safetensors"):
+                file.unlink()
+            assert told(f"{words} --load_checkpoint")[0] == 0 and rows(out) == metrics
+            assert_same_tensors(weights(out), expected)
+    return adapted
+
+
+# ---- over two processes
+
+
+def share_and_cut(names: list[str], file: Path) -> None:
+    """What two processes do: log-probs and gradients of a row that they share, and of layers that they cut, are one
+    process's. Writes the families for which it was possible."""
+    world = find_world(find_device())
+    ring, tensor = Mesh(world, context=2), Mesh(world, tensor=2)
+    found: dict[str, tuple[bool, bool]] = {}
+    for name in names:
+        alone, batch = tiny_policy(name), batch_of(PACKED)
+        shared, cut = (
+            alone.path == "packed" and not alone.attention.not_shared,
+            supports_tensor_parallel(alone.config, 2),
+        )
+        found[name] = shared, cut
+        ways = [lambda root: setattr(root, "context", ContextParallel(ring.context, 1))] * shared
+        ways += [lambda root: apply_tensor_parallel(root, tensor.for_tensor_parallel(copies=False))] * cut
+        for split in ways:
+            root = copy.deepcopy(alone)
+            split(root)
+            expected = alone(batch).log_probs_N
+            close(root(batch).log_probs_N, expected, 1e-6, name)
+            if root.context is not None:
+                alone.zero_grad()
+                expected.square().sum().backward()
+                root(batch).log_probs_N.square().sum().backward()
+                for (parameter, own), other in zip(root.named_parameters(), alone.parameters(), strict=True):
+                    if other.grad is not None:
+                        own = ring.context.sum(torch.zeros_like(other) if own.grad is None else own.grad)
+                        off = (own - other.grad).abs().max()
+                        assert off <= 1e-4 * other.grad.abs().max() + 1e-5, f"{name}: {parameter} is off by {off:.1e}"
+    if world.rank == 0:
+        file.write_text(json.dumps(found))
+    leave_world()
+
+
+def shared_and_cut(names: list[str]) -> dict[str, tuple[bool, bool]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        assert warm.call_world(share_and_cut, 2, names, file) == [0, 0]
+        return {name: tuple(both) for name, both in json.loads(file.read_text()).items()}
+
+
+# ---- the table
+
+
+@dataclass(frozen=True)
+class Traits:
+    """A row of the table."""
+
+    rows: str
+    engine: str
+    fused: str
+    lora: str
+    tensor: str
+    ring: str
+
+
+def traits_of(policy: Policy) -> dict[str, str]:
+    """What a policy alone tells."""
+    if policy.path != "packed":
+        return {"rows": "padded", "engine": "no cache", "fused": "-"}
+    states = bool(recurrent_modules(policy.inner))
+    fused = is_llama_like(backbone_of(policy.inner))
+    return {"rows": "packed", "engine": "states" if states else "pages", "fused": "yes" if fused else "-"}
+
+
+def documented() -> dict[str, Traits]:
+    """The table, by family."""
+    found: dict[str, Traits] = {}
+    for line in _TABLE.search(PAGE.read_text())[2].splitlines():
+        names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        found |= dict.fromkeys(re.findall("`(.*?)`", names), Traits(*cells))
+    return found
+
+
+_TABLE = re.compile(r"(\| families \|.*?\n\|[-|]+\n)(.*?)(?=\n\n)", re.DOTALL)
 
 
 def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
-    padded = []
-    for name in NAMES:
-        policy = tiny_policy(name)
-        print(name, policy.path, policy.not_packed, file=sys.stderr)
-        if policy.path != "packed":
-            padded.append(f"`{name}`")
-    listed = textwrap.fill(", ".join(padded), 120, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    text = _PADDED.sub(lambda _: listed, PAGE.read_text())
-    PAGE.write_text(re.sub(r"\d+ causal families", f"{len(NAMES) - len(padded)} causal families", text))
+    split, groups = shared_and_cut(NAMES), {}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder)
+        write_data(data)
+        for name in NAMES:
+            adapted = train(name, data / name, data)
+            ring, tensor = ("yes" if possible else "-" for possible in split[name])
+            traits = Traits(**traits_of(tiny_policy(name)), lora=adapted, tensor=tensor, ring=ring)
+            groups.setdefault(traits, []).append(f"`{name}`")
+            print(name, traits, file=sys.stderr)
+            shutil.rmtree(data / name)
+    largest_first = sorted(groups.items(), key=lambda item: -len(item[1]))
+    lines = [f"| {' '.join(names)} | {' | '.join(asdict(traits).values())} |" for traits, names in largest_first]
+    text = _TABLE.sub(lambda found: found[1] + "\n".join(lines), PAGE.read_text())
+    PAGE.write_text(re.sub(r"\d+ causal families", f"{len(NAMES)} causal families", text))
 
 
 if __name__ == "__main__":
