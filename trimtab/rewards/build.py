@@ -17,6 +17,7 @@ from trimtab.errors import UserError
 from trimtab.models.parallel.sharded_model import enable_context_parallel, is_frozen_sharded
 from trimtab.models.pretrained import weights_fingerprint
 from trimtab.rewards.client import RemoteReward
+from trimtab.rewards.code_verifier import read_tests
 from trimtab.rewards.functions import CALLS_AT_ONCE, CallableReward, FunctionReward, find_function
 from trimtab.rewards.models import ModelReward, ProcessReward, load_classifier_reward
 from trimtab.rewards.requests import make_reward_request
@@ -166,7 +167,15 @@ def check_columns(stores: dict[str, PromptDataset], options: RLOptions | Generat
 
 def _check_labels(what: str, store: PromptDataset, options: RLOptions | GenerateOptions) -> None:
     needing = verifiers_with_labels(options.reward_verifier) if options.reward_verifier else []
-    if not needing or not (missing := store.unlabelled()):
+    missing = store.unlabelled() if needing else []
+    if "code" in needing and not missing:
+        for row in range(len(store)):
+            try:
+                if (label := store.label(row)) is not None:
+                    read_tests(label)
+            except BadSample as error:
+                raise UserError(f"--reward_verifier code: {store.place(row)}: {error}; see docs/rewards.md") from error
+    if not missing:
         return
     if options.label_key:
         remedy = f"fill in column '{options.label_key}', or leave these rows out"

@@ -15,8 +15,8 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import httpx
 
@@ -25,6 +25,10 @@ from trimtab.config.resolved_config import without_credentials
 from trimtab.errors import UserError, error_chain
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, finite_or_infinite, rows_text
 from trimtab.sandbox.process import Waiter, duration
+
+
+class RewardRefused(RewardFailed):
+    """A server does not take our token: no other sample will fare better, so no sample is left out for it."""
 
 
 class ProtocolError(Exception):
@@ -158,18 +162,18 @@ def _of_another_library(value: Any) -> Any:
 
 WORTH_ANOTHER_TRY = {408, 425, 429}  # of the client errors; server errors all are
 LONGEST_PAUSE = 30.0
+Reply = TypeVar("Reply")
 SECONDS_TO_CLOSE = 5.0
 
 
 class RewardEndpoint:
     """A server, and its protocol once that is known."""
 
-    def __init__(self, url: str, protocol: str | None):
+    def __init__(self, url: str, protocol: str | None = None, flag: str = "remote_rm_url"):
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise UserError(
-                f"--remote_rm_url {without_credentials(url)}: give an address such as http://localhost:5000/get_reward"
-            )
+            such = "http://localhost:8000/v1" if flag == "judge" else "http://localhost:5000/get_reward"
+            raise UserError(f"--{flag} {without_credentials(url)}: give an address such as {such}")
         self.url, self.shown = url, without_credentials(url)
         self.first = "paddlenlp" if parsed.path in ("", "/") else "openrlhf"
         self.protocol = PROTOCOLS[protocol] if protocol else None
@@ -181,35 +185,28 @@ class RewardEndpoint:
         return sorted(PROTOCOLS.values(), key=lambda protocol: protocol.name != self.first)
 
 
-class RemoteReward:
+class HTTPReward:
+    """A reward from servers: requests with timeouts and retries, a limited number at once."""
+
     name = "remote"
     concurrent = True
+    addresses: Sequence["RewardEndpoint"]
 
     def __init__(
         self,
-        urls: Sequence[str],
         *,
-        protocol: str | None = None,
-        token: str | None = None,
+        token: str | None,
         timeout: float = 180.0,
         attempts: int = 6,
         pause: float = 1.0,
-        batch_size: int | None = None,
         concurrency: int = 8,
+        tolerant: bool = False,
         waiter: Waiter | None = None,
     ):
-        """`protocol`: openrlhf or paddlenlp; unset: found out with the first samples. `token`: sent as bearer token;
-        unset: what TRIMTAB_BEARER_TOKEN holds.
-
-        `timeout`: seconds in which the whole reply must be there; `attempts`: how often a part is asked for; `pause`:
-        seconds before the second attempt. `batch_size`: samples in one request; unset: the samples divided by the
-        addresses.
-        """
-        if protocol is not None and protocol not in PROTOCOLS:
-            raise UserError(f"reward protocol {protocol}: it must be one of {', '.join(PROTOCOLS)}")
-        self.addresses = [RewardEndpoint(url, protocol) for url in urls]
-        self.timeout, self.attempts, self.pause, self.batch_size = timeout, attempts, pause, batch_size
-        token = token or os.environ.get(TOKEN_VARIABLE)
+        """`token`: sent as bearer token. `timeout`: seconds in which the whole reply must be there; `attempts`: how
+        often a part is asked for; `pause`: seconds before the second attempt. `tolerant`: samples whose requests all
+        fail are in the result's `failed`; otherwise the run stops."""
+        self.timeout, self.attempts, self.pause, self.tolerant = timeout, attempts, pause, tolerant
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         # A proxy named by the environment is not for servers on this machine.
         certificates = httpx.create_ssl_context()
@@ -224,21 +221,71 @@ class RemoteReward:
         self._thread = threading.Thread(target=self._loop.run_forever, name="remote-reward", daemon=True)
         self._thread.start()
 
-    def __str__(self) -> str:
-        return f"what {', '.join(address.shown for address in self.addresses)} answers"
-
-    def __call__(self, request: RewardRequest) -> RewardResult:
-        if not len(request):
-            return RewardResult([])
-        size = self.batch_size or math.ceil(len(request) / len(self.addresses))
-        parts = [range(first, min(first + size, len(request))) for first in range(0, len(request), size)]
+    def _results(self, request: RewardRequest, parts: Sequence[range]) -> RewardResult:
+        """The results of consecutive parts of a request."""
         asked = [
-            asyncio.run_coroutine_threadsafe(self._part(request, rows, number), self._loop)
+            asyncio.run_coroutine_threadsafe(self._tolerated(request.take(rows), rows, number), self._loop)
             for number, rows in enumerate(parts)
         ]
         longest = self._longest() * math.ceil(len(parts) / self._concurrency)
         report = f"{self} for {len(request)} samples; given up after {duration(longest)} at the latest"
         return RewardResult.joined(self._waiter.results(asked, report))
+
+    async def _tolerated(self, part: RewardRequest, rows: range, number: int) -> RewardResult:
+        try:
+            return await self._part(part, rows, number)
+        except RewardRefused as error:
+            raise RewardFailed(str(error)) from error
+        except RewardFailed as error:
+            if not self.tolerant:
+                raise
+            return RewardResult.of_failed(len(part), str(error))
+
+    async def _part(self, part: RewardRequest, rows: range, number: int) -> RewardResult:
+        raise NotImplementedError
+
+    async def _retried(
+        self, ask: Callable[[RewardEndpoint], Coroutine[Any, Any, Reply]], rows: Sequence[int], number: int
+    ) -> Reply:
+        """The reply of one address or, where that fails, of the next."""
+        failures: list[str] = []
+        kind: type[RewardFailed] = RewardFailed
+        async with self._turns:
+            for attempt in range(self.attempts):
+                if attempt:
+                    await asyncio.sleep(self._pause(attempt))
+                address = self.addresses[(number + attempt) % len(self.addresses)]
+                try:
+                    async with asyncio.timeout(self.timeout):
+                        return await ask(address)
+                except TimeoutError:
+                    failures.append(f"{address.shown}: timed out, no whole reply in {self.timeout:g} s")
+                except (httpx.HTTPError, RewardFailed, ProtocolError) as error:
+                    failures.append(f"{address.shown}: {_reason(error)}")
+                    kind = RewardRefused if isinstance(error, RewardRefused) else RewardFailed
+                    if isinstance(error, ProtocolError | RewardRefused) and len(self.addresses) == 1:
+                        break
+        raise kind(f"no reward for {rows_text(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
+
+    async def _json(self, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """The JSON object that an address answers; `body` None: to GET. A ProtocolError is not worth another try."""
+        content = None if body is None else encode(body)
+        response = await self._client.request("GET" if body is None else "POST", url, content=content)
+        status, content = response.status_code, response.content
+        shown = repr(" ".join(content.decode(errors="replace").split())[:120])
+        if status >= 500 or status in WORTH_ANOTHER_TRY:
+            raise RewardFailed(f"HTTP status {status} {shown}")
+        if status in (401, 403):
+            raise RewardRefused(f"HTTP status {status} {shown}")
+        if status != 200:
+            raise ProtocolError(f"HTTP status {status} {shown}")
+        try:
+            reply = json.loads(content)
+        except (ValueError, RecursionError):  # the latter: lists in lists in lists
+            raise RewardFailed(f"a reply that is not JSON, or not JSON of rewards: {shown}") from None
+        if not isinstance(reply, dict):
+            raise ProtocolError(f"a reply that is no JSON object: {shown}")
+        return reply
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -263,24 +310,36 @@ class RemoteReward:
     def _pause(self, attempt: int) -> float:
         return min(self.pause * 2 ** (attempt - 1), LONGEST_PAUSE)
 
-    async def _part(self, request: RewardRequest, rows: range, number: int) -> RewardResult:
-        """The rewards of these rows, from one address or, where that fails, from the next."""
-        part, failures = request.take(rows), []
-        async with self._turns:
-            for attempt in range(self.attempts):
-                if attempt:
-                    await asyncio.sleep(self._pause(attempt))
-                address = self.addresses[(number + attempt) % len(self.addresses)]
-                try:
-                    async with asyncio.timeout(self.timeout):
-                        return await self._ask(address, part)
-                except TimeoutError:
-                    failures.append(f"{address.shown}: timed out, no whole reply in {self.timeout:g} s")
-                except (httpx.HTTPError, RewardFailed, ProtocolError) as error:
-                    failures.append(f"{address.shown}: {_reason(error)}")
-                    if isinstance(error, ProtocolError) and len(self.addresses) == 1:
-                        break
-        raise RewardFailed(f"no reward for {rows_text(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
+
+class RemoteReward(HTTPReward):
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        protocol: str | None = None,
+        token: str | None = None,
+        batch_size: int | None = None,
+        **how: Any,
+    ):
+        """`protocol`: openrlhf or paddlenlp; unset: found out with the first samples. `token`: unset: what
+        TRIMTAB_BEARER_TOKEN holds. `batch_size`: samples in one request; unset: the samples divided by the addresses.
+        `how`: see HTTPReward."""
+        if protocol is not None and protocol not in PROTOCOLS:
+            raise UserError(f"reward protocol {protocol}: it must be one of {', '.join(PROTOCOLS)}")
+        self.addresses, self.batch_size = [RewardEndpoint(url, protocol) for url in urls], batch_size
+        super().__init__(token=token or os.environ.get(TOKEN_VARIABLE), **how)
+
+    def __str__(self) -> str:
+        return f"what {', '.join(address.shown for address in self.addresses)} answers"
+
+    def __call__(self, request: RewardRequest) -> RewardResult:
+        if not len(request):
+            return RewardResult([])
+        size = self.batch_size or math.ceil(len(request) / len(self.addresses))
+        return self._results(request, [range(i, min(i + size, len(request))) for i in range(0, len(request), size)])
+
+    async def _part(self, part: RewardRequest, rows: range, number: int) -> RewardResult:
+        return await self._retried(lambda address: self._ask(address, part), rows, number)
 
     async def _ask(self, address: RewardEndpoint, part: RewardRequest) -> RewardResult:
         """The reply of an address, in its protocol or, while that is not known, in any."""
@@ -298,19 +357,7 @@ class RemoteReward:
         raise failure
 
     async def _exchange(self, url: str, protocol: Protocol, part: RewardRequest) -> RewardResult:
-        response = await self._client.post(url, content=encode(protocol.request_body(part)))
-        status, content = response.status_code, response.content
-        shown = repr(" ".join(content.decode(errors="replace").split())[:120])
-        if status >= 500 or status in WORTH_ANOTHER_TRY:
-            raise RewardFailed(f"HTTP status {status} {shown}")
-        if status != 200:
-            raise ProtocolError(f"HTTP status {status} {shown}")
-        try:
-            reply = json.loads(content)
-        except (ValueError, RecursionError):  # the latter: lists in lists in lists
-            raise RewardFailed(f"a reply that is not JSON, or not JSON of rewards: {shown}") from None
-        if not isinstance(reply, dict):
-            raise ProtocolError(f"a reply that is no JSON object: {shown}")
+        reply = await self._json(url, protocol.request_body(part))
         return protocol.read_reply(reply, len(part))
 
 

@@ -22,7 +22,15 @@ from typing import Any
 from trimtab.config.objective_options import GIVEN
 from trimtab.errors import UserError
 from trimtab.rewards.signatures import EXPECTED, recognize
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, finite_or_infinite, rows_text
+from trimtab.rewards.types import (
+    RewardFailed,
+    RewardRequest,
+    RewardResult,
+    checked,
+    finite_or_infinite,
+    rows_text,
+    tolerated,
+)
 from trimtab.sandbox.calls import CallTimeout, LoadFailed, SandboxError, UserCodeError, error_line, jsonable
 from trimtab.sandbox.pool import SandboxLimits, WorkerPool
 from trimtab.sandbox.process import Waiter, duration
@@ -40,7 +48,15 @@ class UserFunction:
     batched: bool
     seconds: float
     """The most that a call may take."""
+    tolerant = False
+    """Whether samples for which it fails are in the result's `failed`; otherwise the run stops."""
     _stuck_reward: float | None = None
+
+    def __call__(self, request: RewardRequest) -> RewardResult:
+        return tolerated(self._score, request) if self.tolerant else self._score(request)
+
+    def _score(self, request: RewardRequest) -> RewardResult:
+        raise NotImplementedError
 
     def _score_batch(self, request: RewardRequest, rows: range) -> RewardResult:
         began = time.monotonic()
@@ -148,7 +164,7 @@ class FunctionReward(UserFunction):
         processes = f"{'up to ' * self._lazy}{self._count} process{'es' * (self._count > 1)}"
         return f"{self.name} ({kind}, {processes}), which runs the code of {self.file}"
 
-    def __call__(self, request: RewardRequest) -> RewardResult:
+    def _score(self, request: RewardRequest) -> RewardResult:
         size = len(request)
         if not size:
             return RewardResult([])
@@ -304,7 +320,7 @@ class CallableReward(UserFunction):
         kind = "batches" if self.batched else "single samples"
         return f"{self.name} ({kind}, in this process), a function of {self.file}"
 
-    def __call__(self, request: RewardRequest) -> RewardResult:
+    def _score(self, request: RewardRequest) -> RewardResult:
         if not len(request):
             return RewardResult([])
         with self._one_at_a_time:

@@ -4,8 +4,9 @@ weighted sum of several rewards.
 Imports nothing heavy: the worker processes of reward functions import it too.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
@@ -98,6 +99,8 @@ class RewardResult:
     """Other numbers of the samples, to be logged."""
     steps: list[list[tuple[int, float]]] | None = None
     """Rewards of steps within a response: (index of a response token, score), in addition to the reward."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Samples that have no reward, and why: their groups are left out."""
 
     def __post_init__(self) -> None:
         self.scores = self.scores or list(self.rewards)
@@ -109,6 +112,7 @@ class RewardResult:
     def joined(cls, results: Sequence["RewardResult"]) -> "RewardResult":
         """The result of a request from the results of its consecutive parts. A log that a part lacks is NaN there."""
         names = list(dict.fromkeys(name for result in results for name in result.logs))
+        firsts = itertools.accumulate((len(result) for result in results), initial=0)
         steps = None
         if any(result.steps is not None for result in results):
             steps = [found for result in results for found in result.steps or [[] for _ in result.rewards]]
@@ -117,7 +121,13 @@ class RewardResult:
             [score for result in results for score in result.scores],
             {n: [x for r in results for x in r.logs.get(n, [math.nan] * len(r))] for n in names},
             steps,
+            {first + row: why for first, r in zip(firsts, results) for row, why in r.failed.items()},
         )
+
+    @classmethod
+    def of_failed(cls, count: int, why: str) -> "RewardResult":
+        """The result of samples that all have no reward."""
+        return cls([math.nan] * count, failed=dict.fromkeys(range(count), why))
 
     def take(self, rows: Sequence[int]) -> "RewardResult":
         """These samples of it, in this order."""
@@ -126,6 +136,7 @@ class RewardResult:
             [self.scores[row] for row in rows],
             {name: [values[row] for row in rows] for name, values in self.logs.items()},
             None if self.steps is None else [self.steps[row] for row in rows],
+            {place: self.failed[row] for place, row in enumerate(rows) if row in self.failed},
         )
 
 
@@ -171,6 +182,23 @@ def checked(numbers: Any, count: int, what: str) -> list[float]:
     return values
 
 
+def tolerated(score: Callable[[RewardRequest], RewardResult], request: RewardRequest) -> RewardResult:
+    """Score; a sample for which that fails is in the result's `failed`, and all are where no row is known."""
+    left, failed = list(range(len(request))), dict[int, str]()
+    while left:
+        try:
+            found = score(request.take(left))
+            break
+        except RewardFailed as error:
+            failed |= dict.fromkeys(left if error.row is None else [left[error.row]], str(error))
+            left = [row for row in left if row not in failed]
+    else:
+        found = RewardResult([])
+    whole = RewardResult.joined([found, *(RewardResult.of_failed(1, why) for why in failed.values())])
+    places = {row: place for place, row in enumerate([*left, *failed])}
+    return whole.take([places[row] for row in range(len(request))])
+
+
 def finite_or_infinite(number: int | float) -> float:
     """A number to be logged as a float, infinite where it is too large: no run stops for one."""
     try:
@@ -211,13 +239,17 @@ class RewardSum:
         for label, result in zip(self._labels, results, strict=True):
             logs[label] = result.rewards
             logs |= {f"{label}/{name}": values for name, values in result.logs.items()}
-        rewards = self._sum([result.rewards for result in results])
-        scores = self._sum([result.scores for result in results])
-        return RewardResult(rewards, scores, logs, self._steps(results))
+        failed = {row: why for result in results for row, why in result.failed.items()}
+        rewards = self._sum([result.rewards for result in results], failed)
+        scores = self._sum([result.scores for result in results], failed)
+        return RewardResult(rewards, scores, logs, self._steps(results), failed)
 
-    def _sum(self, columns: list[list[float]]) -> list[float]:
+    def _sum(self, columns: list[list[float]], failed: Container[int]) -> list[float]:
         totals = []
         for row, parts in enumerate(zip(*columns, strict=True)):
+            if row in failed:
+                totals.append(math.nan)
+                continue
             applying = [weight * part for weight, part in zip(self.weights, parts) if not math.isnan(part)]
             if not applying:
                 raise RewardFailed(f"row {row}: none of {', '.join(self._labels)} gives it a reward", row)

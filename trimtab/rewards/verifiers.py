@@ -1,12 +1,14 @@
 """Built-in verifiers by name, alone or summed with weights: `gsm8k:1.0,format:0.2`, `regex(^Yes),length(20-400):0.1`.
 
 A verifier is a function score(prompt, response, label) and an entry of VERIFIERS. One that takes an argument also has a
-function that parses it; the score function then gets the argument after the label. `math` runs in worker processes
-(math_verifier.py).
+function that parses it; the score function then gets the argument after the label. `math` and `code` run in worker
+processes (math_verifier.py, code_verifier.py).
 """
 
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
@@ -201,7 +203,7 @@ def read_bounds(text: str) -> tuple[int, int]:
 @dataclass(frozen=True)
 class VerifierKind:
     score: Callable[..., float] | None
-    """None: of math_verifier.py."""
+    """None: of NAME_verifier.py, in worker processes."""
     needs_label: bool = True
     argument: str = "none"
     """none, optional or required."""
@@ -212,13 +214,15 @@ VERIFIERS = {
     "gsm8k": VerifierKind(score_number),
     "number": VerifierKind(score_number),
     "math": VerifierKind(None),
+    "code": VerifierKind(None),
     "exact": VerifierKind(score_exact),
     "regex": VerifierKind(score_regex, argument="optional", read_argument=read_pattern),
     "format": VerifierKind(score_format, needs_label=False),
     "kk": VerifierKind(score_knights),
     "length": VerifierKind(score_length, needs_label=False, argument="required", read_argument=read_bounds),
 }
-MATH_SECONDS, MATH_MEMORY_GIB = 10.0, 4.0  # limits of an answer
+WORKER_SECONDS = {"math": 10.0, "code": 60.0}  # limits of an answer
+WORKER_MEMORY_GIB = 4.0
 
 
 class VerifierReward:
@@ -228,7 +232,7 @@ class VerifierReward:
 
     def __init__(self, name: str, argument: str | None = None):
         kind = VERIFIERS[name]
-        assert kind.score is not None, "math runs in worker processes"
+        assert kind.score is not None, "others run in worker processes"
         self.name, self._score = name, kind.score
         self._arguments: tuple[Any, ...] = ()
         if argument is not None:
@@ -272,15 +276,33 @@ def make_verifier(text: str, waiter: Waiter | None = None) -> WeightedReward:
 
 
 def _make(name: str, argument: str | None, waiter: Waiter | None) -> Reward:
-    if name != "math":
+    if VERIFIERS[name].score is not None:
         return VerifierReward(name, argument)
-    if find_spec("math_verify") is None:
+    if name == "math" and find_spec("math_verify") is None:
         raise UserError("the verifier math needs the package math-verify: pip install 'trimtab[math]'")
-    file = Path(__file__).with_name("math_verifier.py")
-    limits: dict[str, Any] = {"seconds": MATH_SECONDS, "memory_gib": MATH_MEMORY_GIB, "stuck_reward": 0.0}
-    reward = FunctionReward(str(file), **limits, waiter=waiter)
-    reward.name = name
-    return reward
+    return WorkerVerifierReward(name, waiter)
+
+
+class WorkerVerifierReward(FunctionReward):
+    """A verifier in worker processes: an answer that exceeds their limits scores 0."""
+
+    def __init__(self, name: str, waiter: Waiter | None):
+        self._note = _isolation_line() if name == "code" else ""
+        file = Path(__file__).with_name(f"{name}_verifier.py")
+        limits: dict[str, Any] = {"seconds": WORKER_SECONDS[name], "memory_gib": WORKER_MEMORY_GIB}
+        super().__init__(str(file), **limits, stuck_reward=0.0, waiter=waiter)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"verifier {self.name}{self._note}"
+
+
+def _isolation_line() -> str:
+    """What programs are isolated from, asked in another process: this one may have threads, and jails are forks."""
+    found = subprocess.run([sys.executable, "-m", "trimtab.sandbox.jail"], capture_output=True, text=True, check=False)
+    if found.returncode != 0:
+        raise UserError(f"--reward_verifier code: {(found.stderr.strip().splitlines() or ['no jail'])[-1]}")
+    return f", programs {found.stdout.strip()}"
 
 
 NAME = re.compile(r"\s*([A-Za-z0-9_]+)")
