@@ -10,13 +10,19 @@ from typing import Any
 
 @contextlib.contextmanager
 def answering(answer: Callable[..., Any], with_request: bool = False) -> Iterator[str]:
-    """The server's address. An answer that gets the request too, its path and headers, gives a status and an object."""
+    """The server's address. An answer that gets the request too, its path and headers, gives a status and an object, or
+    the bytes of a reply. The body of a GET is None."""
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(None)
+
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def reply(self, body):
             status, reply = answer(body, self) if with_request else (200, answer(body))
-            content = json.dumps(reply).encode()
+            content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
@@ -26,7 +32,10 @@ def answering(answer: Callable[..., Any], with_request: bool = False) -> Iterato
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # connections at once, which would be reset beyond it
+
+    server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

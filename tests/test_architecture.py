@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "models": {"data.batches", "data.hub", "distributed", "config", "interrupts", "errors", "files"},
     "rollout": {"data.batches", "models", "distributed", "errors"},
     "rewards": {
-        *("data", "models", "distributed", "config", "rollout.episode", "sandbox", "errors"),
+        *("data", "models", "distributed", "config", "rollout.episode", "sandbox", "errors", "files"),
         "algos",
     },
     # The sandbox runs user code in worker processes: reward functions and environments.

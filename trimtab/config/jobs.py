@@ -218,7 +218,7 @@ class GenerateOptions(
 
     def _check_rewards(self, scoring: bool) -> None:
         rewards = {"reward_pretrain": self.reward_pretrain, "reward_func": self.reward_func}
-        rewards |= {"remote_rm_url": self.remote_rm_url}
+        rewards |= {"remote_rm_url": self.remote_rm_url, "judge": self.judge}
         rewards |= {"agent_func_path": self.agent_func_path, "environment": self.environment}
         named = [f"--{name}" for name, value in (rewards | {"reward_verifier": self.reward_verifier}).items() if value]
         if scoring and named:
@@ -232,7 +232,7 @@ class GenerateOptions(
         if not named:
             raise UserError(
                 f"--post_processor {self.post_processor} needs rewards: name one (--reward_pretrain, --reward_func, "
-                "--remote_rm_url or --reward_verifier), or score the written answers with --eval_task rm"
+                "--remote_rm_url, --judge or --reward_verifier), or score the written answers with --eval_task rm"
             )
         if self.post_processor != "csft" and self.best_of_n < 2:
             raise UserError(
@@ -319,7 +319,7 @@ class LoraCombineOptions(objective.MergeOptions, training.PrecisionOptions, trai
 
 # A reward model has no steps to end, so the placeholder that a process reward model needs may be missing.
 class ServeRMOptions(
-    objective.JudgeOptions,
+    objective.ServedRewardOptions,
     objective.RewardScaleOptions,
     objective.RewardHeadOptions,
     objective.StepScoreOptions,

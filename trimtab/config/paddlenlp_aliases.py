@@ -315,7 +315,7 @@ def _unknown(job_class: type, name: str) -> str:
 _MARKS = {"rl_algorithm", "actor_model_name_or_path", "use_rm_server", "train_datasets"}
 """Keys that no file of ours has: one of them makes a file PaddleNLP's."""
 _ESTIMATORS = {"grpo": "group_norm", "reinforce_plus_plus": "reinforce", "ppo": "gae"}
-_REWARDS = ("reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier", "replay")
+_REWARDS = ("reward_pretrain", "reward_func", "remote_rm_url", "judge", "reward_verifier", "replay")
 _STAGES = {"stage1": 1, "stage2": 2, "stage3": 3, "offload": 0}
 _KEPT = {"full": "nothing", "full_attn": "products", "core_attn": "products"}
 _COUNTS = (

@@ -210,7 +210,7 @@ def _in_folder_of_run(flags: Flags) -> Flags:
 
 
 def _reward(options: TailOptions) -> str | None:
-    return options.reward_pretrain or options.reward_func or options.remote_rm_url or options.reward_verifier
+    return next(iter(options.named_rewards), None)
 
 
 # ---- words

@@ -231,9 +231,9 @@ class RLOptions(
             yield from self.idle(["env_eval_rows"], "where prompts are given: give --eval_dataset")
 
     def _check_rewarded(self) -> None:
-        if self.plays or any((self.reward_pretrain, self.reward_func, self.remote_rm_url, self.reward_verifier)):
+        if self.plays or self.named_rewards:
             return
-        name_one = "set --reward_pretrain, --reward_func, --remote_rm_url or --reward_verifier"
+        name_one = "set --reward_pretrain, --reward_func, --remote_rm_url, --judge or --reward_verifier"
         if not self.is_taught and not self.replay:
             raise UserError(f"nothing gives rewards: {name_one}")
         if self.eval_dataset:
@@ -410,6 +410,14 @@ class TailOptions(
     """Rare bad answers made rarer"""
 
     trainer: ClassVar[str] = "tail"
+
+    idle_here = MappingProxyType(
+        {"max_failed_rewards": "in tail: its estimates need every answer, so a failure ends it"}
+    )
+
+    @property
+    def failed_reward_share(self) -> float:
+        return 0.0
 
     @property
     def adapts(self) -> bool:

@@ -6,6 +6,7 @@ the text that the model read, or the conversation), the answer (`output`) and it
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -38,7 +39,7 @@ from trimtab.models.reward import HEAD
 from trimtab.rewards.build import build_reward, check_columns, check_reward, reward_fingerprints
 from trimtab.rewards.models import ModelReward
 from trimtab.rewards.requests import PromptBatch
-from trimtab.rewards.types import RewardRequest, WeightedReward
+from trimtab.rewards.types import RewardFailed, RewardRequest, WeightedReward
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine, build_vllm_engine
 from trimtab.rollout.sampling import SamplingParams, request_seed, stop_tokens
@@ -81,9 +82,7 @@ def rehearse_generation(options: GenerateOptions) -> list[str]:
 
 
 def is_scored(options: GenerateOptions) -> bool:
-    return options.plays or any(
-        (options.reward_pretrain, options.reward_func, options.remote_rm_url, options.reward_verifier)
-    )
+    return options.plays or bool(options.named_rewards)
 
 
 class Generation:
@@ -98,6 +97,7 @@ class Generation:
         self.policy, self.weights, self.engine = self._engine(device)
         self.player = self._player()
         self.failures: list[str] = []
+        self._failed_rewards = 0
         self.limits = [self._room(len(self.store.ids(row))) for row in self.rows]
         self.sampling = sampling_of(
             options,
@@ -127,7 +127,9 @@ class Generation:
                 print(f"{'note':9}{cut:,} of {len(rows):,} answers were cut at --max_new_tokens or the model's context")
             if failed := [item for item, answers in journal.done.items() if not answers]:
                 why = f": {self.failures[0]}" if self.failures else ""
-                print(f"{'note':9}{len(failed):,} prompts have no answer, since the environment failed{why}")
+                print(
+                    f"{'note':9}{len(failed):,} prompts have no answer, since the environment or a reward failed{why}"
+                )
             write_rows(rows, journal, self.options)
 
     # ---- answers
@@ -168,13 +170,28 @@ class Generation:
         rollouts = [(item, r) for item, group in waiting for r in sorted(group, key=lambda r: r.sample)]
         texts = self.tokenizer.batch_decode([r.ids for _, r in rollouts], skip_special_tokens=True)
         answers = [{"output": text, "finish": r.finish, **_played(r)} for text, (_, r) in zip(texts, rollouts)]
+        failed: dict[int, str] = {}
         if self.reward is not None:
             result = self.reward(self._request(rollouts, texts))
-            self._rewards += result.rewards
+            failed = {place // self.sampling.n: why for place, why in result.failed.items()}
+            self._left_out(list(failed.values()))
+            self._rewards += [reward for reward in result.rewards if not math.isnan(reward)]
             for answer, reward in zip(answers, result.rewards):
                 answer["reward"] = reward
         for place, (item, _) in enumerate(waiting):
-            yield item, answers[place * self.sampling.n : (place + 1) * self.sampling.n]
+            own = answers[place * self.sampling.n : (place + 1) * self.sampling.n]
+            yield item, [] if place in failed else own
+
+    def _left_out(self, failed: list[str]) -> None:
+        """Prompts without answers because a reward failed; too many of them end the run."""
+        self.failures += failed
+        self._failed_rewards += len(failed)
+        share, all_prompts = self.options.failed_reward_share, len(self.rows)
+        if failed and self._failed_rewards > max(share * all_prompts, float(share > 0)):
+            raise RewardFailed(
+                f"{self._failed_rewards} prompts had to be left out since a reward failed, and {share:g} of "
+                f"{all_prompts} may (--max_failed_rewards); the last: {failed[-1]}"
+            )
 
     def figures(self) -> dict[str, str]:
         """What is shown beside the bar."""
@@ -275,6 +292,7 @@ class Generation:
         """What the answers depend on."""
         options = self.options
         names = ["reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier", "reward_weights", "label_key"]
+        names += ["judge", "judge_model", "judge_pattern", "judge_range", "judge_params"] if options.judge else []
         names += OF_EPISODES if options.plays else []
         return {
             "model": self.weights,

@@ -400,6 +400,7 @@ EPISODES = (
     ),
     Panel("Samples without a drawn token", {"empty_samples": "samples"}, "in no group", better=-1),
     Panel("Episodes that failed", {"failed_episodes": "episodes"}, "their groups are left out", better=-1),
+    Panel("Groups without a reward", {"failed_rewards": "groups"}, "left out, since a reward failed", better=-1),
     Panel("Sequences of an episode", {"branches": "mean"}, "more than 1: its history was rewritten"),
     Panel(
         "Time in the environment",

@@ -193,6 +193,7 @@ OF_THE_DEVICE = {
     *("micro_rollout_batch_size", "micro_logprob_batch_size", "micro_reward_batch_size", "micro_value_batch_size"),
     *("rollout_max_tokens_per_gpu", "save_rollouts", "async_timeout", *OF_EVALUATION),
     *("env_timeout", "env_workers", "env_threads", "env_memory", "env_retries", "env_max_failed", "env_eval_rows"),
+    *("judge_concurrency", "judge_retries", "judge_cache", "judge_key_variable", "max_failed_rewards"),
 }
 """Settings that say where and how fast, and what is looked at on the way."""
 OF_ANSWERS = _names(RewardSourceOptions, AsyncOptions, EnvironmentOptions) | {

@@ -325,7 +325,8 @@ def _reward(run: RunData) -> str | None:
     named = run.manifest.get("reward")
     if named:
         return plain(named)
-    sources = [run.options.get(name) for name in ("reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier")]
+    names = ("reward_pretrain", "reward_func", "remote_rm_url", "judge", "reward_verifier")
+    sources = [run.options.get(name) for name in names]
     return ", ".join(plain(source) for source in sources if source)
 
 

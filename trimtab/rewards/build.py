@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,9 +17,10 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.parallel.sharded_model import enable_context_parallel, is_frozen_sharded
 from trimtab.models.pretrained import weights_fingerprint
-from trimtab.rewards.client import RemoteReward
+from trimtab.rewards.client import HTTPReward, RemoteReward
 from trimtab.rewards.code_verifier import read_tests
 from trimtab.rewards.functions import CALLS_AT_ONCE, CallableReward, FunctionReward, find_function
+from trimtab.rewards.judge import JudgeReward
 from trimtab.rewards.models import ModelReward, ProcessReward, load_classifier_reward
 from trimtab.rewards.requests import make_reward_request
 from trimtab.rewards.signatures import Signature, read_signature, recognize
@@ -27,6 +29,7 @@ from trimtab.rewards.verifiers import make_verifier, verifiers_with_labels
 from trimtab.sandbox.process import Waiter
 from trimtab.sandbox.worker import parse_source
 
+SAMPLES_AT_RISK = 8  # of one request to a server, where samples may be left out
 Parts = list[tuple[Reward, float]]  # rewards and their weights
 
 
@@ -67,14 +70,26 @@ def non_model_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[]
     limits: dict[str, Any] = {} if options.reward_timeout is None else {"seconds": options.reward_timeout}
     limits |= {"calls_at_once": CALLS_AT_ONCE} if by_groups else {}
     places = [*listed(options.reward_func), *files]
-    rewards: list[Reward] = [
+    functions: list[CallableReward | FunctionReward] = [
         CallableReward(place) if place.startswith(GIVEN) else FunctionReward(place, waiter=waiter, **limits)
         for place in places
     ]
+    # Without the option, functions and servers stop the run as they always did; a judge may fail now and then.
+    tolerant = options.max_failed_rewards is not None and options.failed_reward_share > 0
+    for function in functions:
+        function.tolerant = tolerant
+    rewards: list[Reward] = [*functions]
     if addresses:
         limits = {} if options.reward_timeout is None else {"timeout": options.reward_timeout}
         limits |= {"concurrency": CALLS_AT_ONCE * len(addresses)} if by_groups else {}
+        limits |= {"tolerant": True, "batch_size": SAMPLES_AT_RISK} if tolerant else {}
         rewards.append(RemoteReward(addresses, waiter=waiter, **limits))
+    if options.judge:
+        own = str(Path(options.save_path) / "judge.jsonl") if isinstance(options, RLOptions) else None
+        kept = options.judge_cache or own
+        limits = {} if options.reward_timeout is None else {"timeout": options.reward_timeout}
+        limits |= {"cache": None if kept is None else Path(kept).expanduser()}
+        rewards.append(JudgeReward(options, listed(options.judge), waiter=waiter, **limits))
     models = len(listed(options.reward_pretrain))
     weights = options.reward_weights[models:] if options.reward_weights else (1.0,) * len(rewards)
     parts: Parts = list(zip(rewards, weights, strict=True))
@@ -109,6 +124,8 @@ def _fingerprint(reward: Reward) -> str | None:
         return weights_fingerprint(reward.model)
     if isinstance(reward, CallableReward):
         return None if (text := reward.source()) is None else hashlib.blake2b(text, digest_size=16).hexdigest()
+    if isinstance(reward, JudgeReward):
+        return hashlib.blake2b(reward.fingerprint(), digest_size=16).hexdigest()
     if isinstance(reward, FunctionReward):
         return hashlib.blake2b(reward.file.read_bytes(), digest_size=16).hexdigest()
     return None
@@ -167,7 +184,10 @@ def check_columns(stores: dict[str, PromptDataset], options: RLOptions | Generat
 
 def _check_labels(what: str, store: PromptDataset, options: RLOptions | GenerateOptions) -> None:
     needing = verifiers_with_labels(options.reward_verifier) if options.reward_verifier else []
-    missing = store.unlabelled() if needing else []
+    asking = [f"--reward_verifier {needing[0]} compares with a label"] if needing else []
+    if options.judge and "{label}" in options.judge_question:
+        asking.append("--judge_template has {label}")
+    missing = store.unlabelled() if asking else []
     if "code" in needing and not missing:
         for row in range(len(store)):
             try:
@@ -182,7 +202,7 @@ def _check_labels(what: str, store: PromptDataset, options: RLOptions | Generate
     else:
         remedy = f"name the column that holds it with --label_key (found: {', '.join(store.column_names)})"
     raise UserError(
-        f"--reward_verifier {needing[0]} compares with a label, and {len(missing):,} of {len(store):,} prompts of "
+        f"{asking[0]}, and {len(missing):,} of {len(store):,} prompts of "
         f"the {what} data have none (the first: {store.place(missing[0])}): {remedy}"
     )
 
@@ -231,10 +251,13 @@ def check_reward(
         if not reward.parts:
             return []
         for part, _ in reward.parts:
-            if isinstance(part, RemoteReward):
+            if isinstance(part, HTTPReward):
                 part.attempts = 1  # a run waits for a server that is late; here the user waits
         request = _request(store, tokenizer)
-        rewards = reward(request).rewards
+        found = reward(request)
+        if found.failed:
+            raise RewardFailed(next(iter(found.failed.values())))
+        rewards = found.rewards
     except BadSample as error:  # made-up answers may not be of the kind that is scored
         return [f"reward, tried on the first prompt: {error}"]
     except RewardFailed as error:

@@ -261,7 +261,7 @@ class HTTPReward:
                 except TimeoutError:
                     failures.append(f"{address.shown}: timed out, no whole reply in {self.timeout:g} s")
                 except (httpx.HTTPError, RewardFailed, ProtocolError) as error:
-                    failures.append(f"{address.shown}: {_reason(error)}")
+                    failures.append(f"{address.shown}: {failure_text(error)}")
                     kind = RewardRefused if isinstance(error, RewardRefused) else RewardFailed
                     if isinstance(error, ProtocolError | RewardRefused) and len(self.addresses) == 1:
                         break
@@ -361,7 +361,7 @@ class RemoteReward(HTTPReward):
         return protocol.read_reply(reply, len(part))
 
 
-def _reason(error: Exception) -> str:
+def failure_text(error: Exception) -> str:
     """The error in words: httpx names some failures by their class alone, and the system's message is in the chain."""
     message = str(error) or type(error).__name__
     codes = (link.errno for link in error_chain(error) if link is not error and isinstance(link, OSError))

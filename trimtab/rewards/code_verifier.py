@@ -1,8 +1,8 @@
 """The verifier `code`: the share of a label's tests that the answer's program passes.
 
     ["assert add(1, 2) == 3", ...]                    MBPP's tests; {"test_list": [...], "test_setup_code": ...} too
-    [{"input": "1 2\\n", "output": "3\\n"}, ...]        standard input and output
-    {"inputs": [...], "outputs": [...]}               of APPS and TACO; with fn_name, arguments and results of a function
+    [{"input": "1 2\\n", "output": "3\\n"}, ...]      standard input and output
+    {"inputs": [...], "outputs": [...]}               APPS and TACO; with fn_name, arguments and results of calls
 
 A label is such a list or object, or its JSON. The program is the last fenced code block of the answer, or the whole
 answer, in Python with the standard library. It runs in jails (sandbox/jail.py) and never sees its tests: standard
@@ -94,7 +94,9 @@ def _of_columns(label: dict[str, Any]) -> Iterator[Any]:
 
 def _read_test(test: Any) -> CodeTest:
     if isinstance(test, dict) and {"input", "output"} <= test.keys():
-        given, expected = ("\n".join(map(str, x)) if isinstance(x, list) else x for x in (test["input"], test["output"]))
+        given, expected = (
+            "\n".join(map(str, x)) if isinstance(x, list) else x for x in (test["input"], test["output"])
+        )
         if isinstance(given, str) and isinstance(expected, str):
             return StreamTest(given, expected)
     elif isinstance(test, str):

@@ -12,7 +12,7 @@ import types
 
 MOST_ITEMS = 100_000  # of an iterator
 ITERATORS = (map, filter, zip, reversed, enumerate, range, types.GeneratorType)
-VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+VIEWS: tuple = (type({}.keys()), type({}.values()), type({}.items()))
 
 
 def encode(value, refer):
@@ -30,9 +30,9 @@ def encode(value, refer):
         return {"kind": "complex", "value": [value.real, value.imag]}
     if isinstance(value, dict):
         return {"kind": "dict", "value": [[encode(a, refer), encode(b, refer)] for a, b in dict.items(value)]}
-    for kind in (list, tuple, set, frozenset):
-        if isinstance(value, kind):
-            return {"kind": kind.__name__, "value": [encode(one, refer) for one in kind.__iter__(value)]}
+    for many in (list, tuple, set, frozenset):
+        if isinstance(value, many):
+            return {"kind": many.__name__, "value": [encode(one, refer) for one in many(value)]}
     if isinstance(value, ITERATORS + VIEWS):
         found = [encode(one, refer) for one, _ in zip(value, range(MOST_ITEMS))]
         return {"kind": "iterator", "value": found}

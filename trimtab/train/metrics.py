@@ -29,7 +29,7 @@ from trimtab.train.run_directory import SpaceWatch
 PHASES = ("rollout", "scoring", "update", "sync", "evaluation")
 CLOCK_FIELDS = ("seconds", "tokens_per_second", "memory_gib", *(f"seconds_{phase}" for phase in PHASES))
 CLOCK_FIELDS += ("rollout_tokens_per_second", "update_tokens_per_second", "seconds_compile")
-CLOCK_FIELDS += ("seconds_environment", "seconds_environment_95")
+CLOCK_FIELDS += ("seconds_environment", "seconds_environment_95", "reward/judge/seconds")
 
 
 class MetricsFile:

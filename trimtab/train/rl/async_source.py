@@ -213,7 +213,7 @@ class AsyncSource(RolloutSource):
         filtered, failed = list(ledger.filtered), list(ledger.failed)
         versions = ledger.take(chosen)
         self.last = {"trained": chosen, "versions": list(versions.values()), "filtered": filtered}
-        self.last |= {"failed": failed} if self.options.plays else {}
+        self.last |= {"failed": failed} if failed or self.options.plays else {}
         if workers.remote:
             self._admit()  # remote workers generate while this batch is trained
         else:
@@ -331,6 +331,7 @@ class AsyncSource(RolloutSource):
         columns, whole = whole_on_disk(self.scored, self.finished)
         state = {"ledger": self.ledger.state(), "bound": self.ledger.bound, "last": self.last}
         state |= {"failed_episodes": self.failures.episodes} if self.options.plays else {}
+        state |= {"failed_rewards": self.failures.rewards} if self.options.failed_reward_share else {}
         return partials | columns, {**state, "under_way": in_flight, "whole": whole}
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -341,6 +342,7 @@ class AsyncSource(RolloutSource):
                 f"trained; give {state['bound']} and the --rollout_batch_size of before"
             )
         self.last = state["last"]
+        self.failures.rewards = state.get("failed_rewards", 0)
         self.failures.episodes = state.get("failed_episodes", 0)  # a run that ended because of them may continue
         partials = {name: column for name, column in tensors.items() if name.startswith("drafts/")}
         columns = {name: column for name, column in tensors.items() if name not in partials}

@@ -45,6 +45,7 @@ from trimtab.train.rl.rollout_worker import (
     Wait,
     failed_groups,
     rollout_too_large,
+    unrewarded_groups,
 )
 from trimtab.train.update import InsufficientMemory, memory_guard
 
@@ -94,17 +95,21 @@ class GroupScorer:
     def ready(self) -> bool:
         return bool(self._scored) or self._failure is not None
 
-    def take(self) -> list[FinishedGroup]:
-        """Groups scored since the last call; raises the failure of a reward. Tensors are built here, not in the
-        threads."""
+    def take(self) -> tuple[list[FinishedGroup], list[FailedGroup]]:
+        """Groups scored since the last call, and those without a reward; raises the failure of a reward that ends the
+        run. Tensors are built here, not in the threads."""
         with self.changed:
             if self._failure is not None:
                 raise self._failure
             scored, self._scored = self._scored, []
-        return [
-            FinishedGroup(place, Experience.of([row] * len(rollouts), rollouts), results)
-            for place, row, rollouts, results in scored
-        ]
+        finished: list[FinishedGroup] = []
+        failed: list[FailedGroup] = []
+        for place, row, rollouts, results in scored:
+            if lost := unrewarded_groups(rollouts, results):
+                failed.append(replace(lost[0], prompt=place))
+            else:
+                finished.append(FinishedGroup(place, Experience.of([row] * len(rollouts), rollouts), results))
+        return finished, failed
 
     def close(self) -> None:
         """Drop groups whose scoring has not begun; running rewards finish by themselves."""
@@ -299,8 +304,8 @@ class AsyncRolloutWorker(RolloutWorker):
         return self._scorer.ready or bool(self._failed)
 
     def _collected(self) -> Collected | None:
-        finished = self._scorer.take()
-        failed, self._failed = self._failed, []
+        finished, unrewarded = self._scorer.take()
+        failed, self._failed = [*self._failed, *unrewarded], []
         for place in [*(group.place for group in finished), *(group.prompt for group in failed)]:
             del self._groups[place]
         if self.stopped() and not finished and not failed:

@@ -92,6 +92,8 @@ def _episode_alarms(row: dict) -> Iterator[str]:
         )
     if failed := row.get("failed_episodes", 0):
         yield f"{failed:.0f} episodes failed, retries and all, and their groups are left out: look at the environment"
+    if failed := row.get("failed_rewards", 0):
+        yield f"{failed:.0f} groups are left out since a reward failed, retries and all: look at the judge"
     calls, failures = row.get("tool_calls", 0.0), row.get("tool_failures", 0.0)
     if calls and failures > MANY_FAILURES * calls:
         yield f"{failures / calls:.0%} of the tool calls failed: look at a few episodes and at what the tools expect"

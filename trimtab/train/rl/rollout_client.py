@@ -170,29 +170,48 @@ class EnvironmentFailed(RunFailed):
 
 
 class Failures:
-    """Counts the groups of one iteration whose environment failed; too many of them end the run."""
+    """Counts the groups of one iteration whose environment or reward failed; too many of them end the run."""
 
     def __init__(self, options: RLOptions):
         self.options = options
-        self.groups = self.episodes = 0
+        self.groups = self.unrewarded = 0
+        self.episodes = self.rewards = 0  # for the metrics: a resumed run counts on
 
     def add(self, failed: Sequence[FailedGroup]) -> None:
-        if not failed:
-            return
         self.groups += len(failed)
         self.episodes += sum(group.episodes for group in failed)
-        options, more = self.options, f" (and {len(failed) - 1} more groups)" if len(failed) > 1 else ""
-        print(f"left out, since {options.environment_flag} failed: {failed[0].problem}{more}", flush=True)
-        # Even a small batch may lose one group; otherwise every flaky episode would end the run.
-        if self.groups > max(options.env_max_failed * options.rollout_batch_size, float(options.env_max_failed > 0)):
+        unrewarded = [group for group in failed if not group.episodes]
+        self.unrewarded += len(unrewarded)
+        self.rewards += len(unrewarded)
+        options = self.options
+        self._report([group for group in failed if group.episodes], options.environment_flag)
+        self._report(unrewarded, "a reward")
+        if self._too_many(unrewarded, self.unrewarded, options.failed_reward_share):
+            raise RewardFailed(
+                f"{self.unrewarded} groups of an iteration had to be left out since a reward failed, and "
+                f"{options.failed_reward_share:g} of its {options.rollout_batch_size} may (--max_failed_rewards); the "
+                f"last: {unrewarded[-1].problem}"
+            )
+        played = self.groups - self.unrewarded
+        if len(failed) > len(unrewarded) and self._too_many(failed, played, options.env_max_failed):
             raise EnvironmentFailed(
-                f"{options.environment_flag}: {self.groups} groups of an iteration had to be left out, and "
+                f"{options.environment_flag}: {played} groups of an iteration had to be left out, and "
                 f"{options.env_max_failed:g} of its {options.rollout_batch_size} may (--env_max_failed); the last: "
                 f"{failed[-1].problem}"
             )
 
+    def _report(self, failed: Sequence[FailedGroup], what: str) -> None:
+        if failed:
+            more = f" (and {len(failed) - 1} more groups)" if len(failed) > 1 else ""
+            print(f"left out, since {what} failed: {failed[0].problem}{more}", flush=True)
+
+    def _too_many(self, failed: Sequence[FailedGroup], count: int, share: float) -> bool:
+        # Even a small batch may lose one group; otherwise every flaky episode would end the run.
+        return bool(failed) and count > max(share * self.options.rollout_batch_size, float(share > 0))
+
     def figures(self) -> dict[str, float]:
-        return {"failed_episodes": float(self.episodes)} if self.options.plays else {}
+        figures = {"failed_episodes": float(self.episodes)} if self.options.plays else {}
+        return figures | ({"failed_rewards": float(self.rewards)} if self.options.failed_reward_share else {})
 
 
 @contextmanager
@@ -241,6 +260,8 @@ class Evaluation:
         if asked is None:
             return None
         if (experience := asked.experience) is None:
+            if not asked.failed[0].episodes:
+                raise RewardFailed(f"no prompt of the evaluation has its rewards; the first: {asked.failed[0].problem}")
             raise EnvironmentFailed(f"every episode of the evaluation has failed; the first: {asked.failed[0].problem}")
         self.shown = of_evaluation(experience)
         n, firsts_E, groups_E = self.sampling.n, experience.firsts_E, experience.groups_E
@@ -250,11 +271,14 @@ class Evaluation:
         figures = {"eval_length": float(experience.lengths_E.float().mean())}
         figures["eval_binary"] = bool(np.isin(scores, (0.0, 1.0)).all())
         figures |= with_interval("eval_reward", experience.answer_rewards_S[firsts_E].double().numpy(), groups)
-        for name, values_S in experience.logs.items():
+        logs = {name: values for name, values in experience.logs.items() if f"reward/{name}" not in CLOCK_FIELDS}
+        for name, values_S in logs.items():
             figures |= with_interval(f"eval_reward/{name}", values_S[firsts_E].double().numpy(), groups)
         figures |= with_interval("eval_pass_1", scores, groups)
         if n > 1:
             figures |= with_interval(f"eval_pass_{n}", best, np.arange(len(best)))
+        if unrewarded := [group for group in asked.failed if not group.episodes]:
+            figures["eval_failed_rewards"] = float(len(unrewarded))
         if experience.episodes is not None:
             figures["eval_failed_episodes"] = float(sum(group.episodes for group in asked.failed))
             found = episode_figures(experience)

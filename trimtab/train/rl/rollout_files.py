@@ -34,7 +34,7 @@ from trimtab.algos.group_rewards import for_groups
 from trimtab.files import writing
 from trimtab.rewards.types import EPISODE_LOGS
 from trimtab.rollout.episode import EpisodeRecord, Segment
-from trimtab.train.metrics import MetricsFile, read_rows
+from trimtab.train.metrics import CLOCK_FIELDS, MetricsFile, read_rows
 from trimtab.train.rl.experience import FINISHES, Experience
 
 GROUPS = 2  # of an iteration
@@ -86,7 +86,8 @@ def _shown(experience: Experience, groups: Iterable[int]) -> list[int]:
 
 def sample_fields(experience: Experience, i: int) -> dict[str, Any]:
     """Reward, its parts and the mean advantage of an answer, for rollouts.jsonl."""
-    parts = {name: float(values[i]) for name, values in experience.logs.items() if not values[i].isnan()}
+    logs = {name: values for name, values in experience.logs.items() if f"reward/{name}" not in CLOCK_FIELDS}
+    parts = {name: float(values[i]) for name, values in logs.items() if not values[i].isnan()}
     found: dict[str, Any] = {"reward": float(experience.answer_rewards_S[i])}
     if len(parts) > 1:
         found["parts"] = parts

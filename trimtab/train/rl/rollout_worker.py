@@ -29,11 +29,11 @@ from trimtab.train.update import InsufficientMemory, memory_guard
 
 @dataclass
 class FailedGroup:
-    """A group that is left out because its environment failed after all retries. It gets no reward."""
+    """A group that is left out because its environment or one of its rewards failed after all retries."""
 
     prompt: int  # index of its prompt in the request; for a group in flight, its place
-    problem: str  # of the first failed episode
-    episodes: int = 1  # number of failed ones
+    problem: str  # of the first failed episode or sample
+    episodes: int = 1  # number of failed ones; 0: a reward failed
 
 
 def failed_groups(failed: Iterable[Trajectory]) -> list[FailedGroup]:
@@ -43,6 +43,14 @@ def failed_groups(failed: Iterable[Trajectory]) -> list[FailedGroup]:
         if trajectory.episode.problem is not None:  # None: it was aborted because another episode of its group failed
             group = found.setdefault(trajectory.prompt, FailedGroup(trajectory.prompt, trajectory.episode.problem, 0))
             group.episodes += 1
+    return list(found.values())
+
+
+def unrewarded_groups(rollouts: Sequence[Trajectory], results: Sequence[RewardResult]) -> list[FailedGroup]:
+    """Groups with a sample that has no reward because a reward failed."""
+    found: dict[int, FailedGroup] = {}
+    for row, problem in sorted((row, why) for result in results for row, why in result.failed.items()):
+        found.setdefault(rollouts[row].prompt, FailedGroup(rollouts[row].prompt, problem, 0))
     return list(found.values())
 
 
@@ -242,6 +250,8 @@ class RolloutWorker(Role):
                 return None
             results = [RewardResult.joined(part) for part in zip(*scored.results())]
         left_out = failed_groups(failed)
+        played = {group.prompt for group in left_out}
+        left_out += [group for group in unrewarded_groups(found, results) if group.prompt not in played]
         lost = {group.prompt for group in left_out}
         order = [i for i in range(len(found)) if found[i].prompt not in lost]
         if not order:
