@@ -12,7 +12,7 @@ from trimtab.config.jobs import SFTOptions
 from trimtab.config.parser import parse
 from trimtab.data.data_files import first_line
 from trimtab.errors import Interrupted, RunFailed, UserError
-from trimtab.rewards.client import _reason as reward_failure
+from trimtab.rewards.client import failure_text as reward_failure
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 GOOD = ["--pretrain", "owner/model", "--dataset", "owner/data"]

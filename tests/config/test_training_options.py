@@ -23,6 +23,7 @@ from trimtab.config.jobs import (
     RMOptions,
     SFTOptions,
 )
+from trimtab.config.objective_options import JudgeOptions
 from trimtab.config.option import Limits, Options, options_of
 from trimtab.config.rl_jobs import AnyRLOptions, DAPOOptions, GRPOOptions, PPOOptions, ReinforceOptions, RLOOOptions
 
@@ -169,6 +170,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     expected = shared | PPO_DEFAULTS
     assert {name: getattr(PPOOptions(), name) for name in expected} == expected
     own = {field.name for field in dataclasses.fields(AgentTrainingOptions)} - {"agent_func_path", "given"}
+    own |= {field.name for field in dataclasses.fields(JudgeOptions)} - {"given"}
     assert options_of(PPOOptions).keys() == expected.keys() | own | set(OWN_OF_RL.split())
 
 
@@ -181,7 +183,8 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
             {"dataset_split", "label_key", "reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights"}
             | {"reward_func", "reward_timeout"}
             | {"nproc", "load_in_4bit", "hang_timeout", "rollout_engine"}
-            | {field.name for field in dataclasses.fields(EnvironmentOptions)} - {"given"},
+            | {field.name for field in dataclasses.fields(EnvironmentOptions)} - {"given"}
+            | {field.name for field in dataclasses.fields(JudgeOptions)} - {"given"},
         ),
         (ChatOptions, CHAT_DEFAULTS, {"seed", "full_determinism"}),
     ],

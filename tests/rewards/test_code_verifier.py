@@ -147,8 +147,10 @@ def test_hostile_programs_leave_nothing_behind_and_pass_nothing(count):
     assert len(scores) == count == len(list(programs(count)))
     assert [(kind, score) for kind, score in scores if score == 1] == []
     assert [(kind, score) for kind, score in scores if score and kind in NOTHING_PASSES] == []
-    time.sleep(0.1)
-    assert not alive() and files() == before
+    left, deadline = alive(), time.monotonic() + 30
+    while left & alive() and time.monotonic() < deadline:  # programs of other tests end in time
+        time.sleep(0.1)
+    assert not left & alive() and files() == before
 
 
 def test_a_program_that_kills_all_it_can_harms_no_other_answer(verifier):

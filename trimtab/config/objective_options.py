@@ -343,8 +343,9 @@ class JudgeOptions(Options):
     question for a score within --judge_range."""
     judge_rubric: str | None = option(None, needs="judge")
     """File with the criteria that stand in the question as {rubric}."""
-    judge_pattern: str = option(r"(?i)score\W{0,5}(-?[0-9]+(?:\.[0-9]+)?)", needs="judge")
-    """Regular expression whose last match in the reply, or its first group, is the score."""
+    judge_pattern: str | None = option(None, needs="judge")
+    """Regular expression whose last match in the reply, or its first group, is the score; unset: a number after the
+    word score."""
     judge_range: tuple[float, float] = option((0.0, 10.0), needs="judge")
     """Lowest and highest score, which become the rewards 0 and 1. Other scores are failures."""
     judge_params: str | None = option(None, needs="judge")
@@ -382,7 +383,7 @@ class JudgeOptions(Options):
         if self.judge_key_variable and not os.environ.get(self.judge_key_variable):
             raise UserError(f"--judge_key_variable {self.judge_key_variable}: this variable is not set; export it")
         try:
-            re.compile(self.judge_pattern)
+            re.compile(self.judge_pattern or "")
         except re.error as error:
             raise UserError(f"--judge_pattern {self.judge_pattern}: not a regular expression ({error})") from error
         self.judge_request  # noqa: B018 (it refuses what is no JSON object)

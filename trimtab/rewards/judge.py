@@ -35,6 +35,7 @@ from trimtab.rewards.verifiers import SEARCH_SECONDS
 from trimtab.sandbox.process import Waiter
 
 FIELDS = re.compile(r"\{(prompt|response|label|rubric)\}")
+SCORE = r"(?i)score\W{0,5}(-?[0-9]+(?:\.[0-9]+)?)"
 ATTEMPTS_AT_START, SECONDS_AT_START = 3, 10.0
 TOKEN_LOGS = ("prompt_tokens", "completion_tokens")
 
@@ -100,7 +101,7 @@ class JudgeReward(HTTPReward):
         for replies; unset: they are kept in memory."""
         self.addresses = [RewardEndpoint(_base(url), flag="judge") for url in urls]
         self.question, self._rubric = options.judge_question, options.judge_criteria
-        self._pattern, self._range = regex.compile(options.judge_pattern), options.judge_range
+        self._pattern, self._range = regex.compile(options.judge_pattern or SCORE), options.judge_range
         self._cache, self._asked = ReplyCache(cache), dict[str, asyncio.Future[dict[str, Any]]]()
         super().__init__(
             token=os.environ.get(options.judge_key_variable or TOKEN_VARIABLE),
