@@ -233,4 +233,4 @@ def test_a_text_that_is_no_reward_is_told_what_a_reward_may_be(reward, tmp_path,
     told = str(raised.value)
     assert told.startswith(f"reward {reward!r} is neither a verifier nor a folder: ")
     assert ("did you mean 'exact'?" in told) is reward.startswith("exakt")
-    assert "a verifier (gsm8k, number, math, exact, regex, format, kk, length)" in told
+    assert "a verifier (gsm8k, number, math, code, exact, regex, format, kk, length)" in told

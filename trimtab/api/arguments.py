@@ -208,7 +208,8 @@ def reward_options(
     rewards = list(reward) if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
     if not rewards:
         raise UserError("reward: the list is empty")
-    weights = _weights(options.get("reward_weights"), len(rewards))
+    judged = int(bool(options.get("judge")))  # the judge is an option, whose weight is the last
+    weights = _weights(options.get("reward_weights"), len(rewards) + judged)
     functions: dict[str, Callable[..., Any]] = {}
     places: dict[str, list[tuple[str, float | None]]] = {name: [] for name in OPTIONS}
     for one, weight in zip(rewards, weights):
@@ -218,7 +219,7 @@ def reward_options(
         places[option].append((text, weight))
     chosen: dict[str, Any] = {name: ",".join(text for text, _ in found) for name, found in places.items() if found}
     if weights[0] is not None:
-        chosen["reward_weights"] = _in_order(places) or None
+        chosen["reward_weights"] = [*_in_order(places), *weights[len(rewards) :]] or None
     return chosen, functions
 
 

@@ -153,3 +153,21 @@ def ends_well(program: str) -> bool:
         return True
     except Exception:
         return False
+
+
+def test_generation_scores_with_a_judge_and_leaves_out_what_it_failed_on(folder, tmp_path, capsys):
+    failed: list[str] = []
+
+    def answer(response):
+        if not failed:
+            failed.append(response)
+        return (400, {"error": "no"}) if response == failed[0] else score_digits(response)
+
+    given = f"--pretrain {folder}/model --dataset {folder}/prompts.jsonl --apply_chat_template --max_new_tokens 6 "
+    with judging(answer) as judge:
+        more = f"--output_path {tmp_path}/out.jsonl --judge {judge.url} --max_failed_rewards 0.5 --temperature 1.0"
+        said = run(capsys, f"generate {given} {more}").said
+    with (tmp_path / "out.jsonl").open() as file:
+        found = [json.loads(line) for line in file]
+    assert len(found) == 8 and "1 prompts have no answer, since the environment or a reward failed" in said
+    assert all(row["reward"] == pytest.approx(digits(row["output"]) / 10) for row in found)
