@@ -13,6 +13,7 @@ differ from 1 and clips bind. Where TRL means something else:
 """
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from tests.algos.one_step import answer_log_probs, causal_lm, step_of, trl_arguments
 from tests.train.job_run import relative_difference, write_model
 from trimtab.algos.group_rewards import SHAPED_BY
-from trimtab.algos.policy_losses import kl_estimate, ppo_loss
+from trimtab.algos.policy_losses import kl_estimate, ppo_loss, sapo_loss
 from trimtab.config.objective_options import ESTIMATORS
+from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.train.rl.state import Counters
 
 SAMPLES = 4
 PROMPTS = ["31>", "2470>"]
@@ -135,6 +138,53 @@ def test_the_clipped_loss_equals_trls_grpo(folder, estimator, settings, dual_cli
     without_dual_clip = ppo_loss(log_probs_N, old_N, advantages_N, 0.1, 0.15)[1]
     assert trl.metrics["clip_ratio/region_mean"] == pytest.approx([without_dual_clip.float().mean().item()])
     assert (clipped_N != without_dual_clip).any() == (dual_clip is not None)
+
+
+def test_the_soft_gate_equals_trls_sapo(folder):
+    """Its mean is over the answers' means, as ours with --loss_reduction answer, which is sapo's default."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    settings = {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0, "beta": 0.0}
+    config = GRPOConfig(**arguments(folder) | settings)
+    trl = trl_batch(lambda **rest: GRPOTrainer(str(folder / "model"), args=config, **rest), off_policy=True)
+
+    policy, log_probs_N = plain_log_probs(folder, trl.models.policy)
+    old_N = plain_log_probs(folder, trl.models.old)[1].detach()
+    loss_N, _ = sapo_loss(log_probs_N, old_N, on_tokens(shaped("group_norm")), (1.0, 2.0))
+    loss = (loss_N / on_tokens(torch.tensor(LENGTHS))).sum() / len(ANSWERS)
+    assert loss.item() == pytest.approx(trl.loss, rel=1e-5, abs=1e-5)
+    assert_same_gradient(policy, loss, trl)
+
+
+def test_the_entropy_bonus_follows_trls_controller(folder):
+    """Coefficients and gating of TRL's trainer over five steps, from the entropies that it measured."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    settings = {"use_adaptive_entropy": True, "entropy_coef": 0.002, "entropy_coef_delta": 0.004, "beta": 0.0}
+    config = GRPOConfig(**arguments(folder) | settings, entropy_coef_max=0.011, entropy_target=2.0)
+    made = []
+
+    def make(**rest):
+        made.append(GRPOTrainer(str(folder / "model"), args=config, **rest))
+        return made[0]
+
+    trl_batch(make, off_policy=True)
+    trainer, options = made[0], GRPOOptions(entropy_loss_coef=0.002, entropy_target=2.0, entropy_coef_step=0.004,
+                                            entropy_coef_max=0.011)  # fmt: skip
+    ours = Counters(0.0, entropy_coefficient=0.002)
+    assert ours.applied_entropy(options) == 0.0, "as TRL's, whose last entropy is infinite at first"
+    for target in (None, 100.0, 100.0, 100.0, 0.1):  # of the next step; None: as in the first
+        options = options if target is None else replace(options, entropy_target=target)
+        if target is not None:
+            trainer.args.entropy_target = target
+            trainer.compute_loss(trainer.model, trl_inputs(trainer))
+        ours.adapt_entropy({"token_entropy": trainer._last_world_entropy, "applied": 1.0}, options)
+        assert ours.entropy_coefficient == pytest.approx(trainer.entropy_coef)
+        assert ours.low_entropy == (trainer._last_world_entropy <= trainer.args.entropy_target)
+
+
+def trl_inputs(trainer):
+    return trainer._generate_and_score_completions([{"prompt": p} for p in PROMPTS for _ in range(SAMPLES)])
 
 
 @pytest.fixture(scope="module")

@@ -124,7 +124,10 @@ OWN_OF_RL = """config dry_run nproc num_workers use_visualdl use_trackio trackio
     teacher_prompt_key teacher_prompt_func teacher_ema record replay placeholder_token reward_tokens
     step_reward step_separator reward_func reward_timeout generate_min_len repetition_penalty adam_eps
     policy_loss_coef kl_clip running_reward_norm micro_logprob_batch_size micro_reward_batch_size
-    micro_value_batch_size dynamic_filtering_rule dynamic_filtering_batches truncate_prompts drop_last no_shuffle"""
+    micro_value_batch_size dynamic_filtering_rule dynamic_filtering_batches truncate_prompts drop_last no_shuffle
+    sapo_temperatures cov_ratio clip_cov_range kl_cov_coef entropy_target entropy_coef_step entropy_coef_max
+    difficulty difficulty_after difficulty_range difficulty_return difficulty_solved optimizer muon_momentum
+    muon_scale"""
 GROUP = {"n_samples_per_prompt": 8}
 GENERATE_DEFAULTS = {
     **{"eval_task": "generate", "zero_stage": 0, "local_rank": -1, "bf16": False, "flash_attn": False},

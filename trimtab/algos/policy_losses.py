@@ -1,4 +1,5 @@
-"""What a policy minimises: PPO, GSPO, CISPO and REINFORCE, off-policy correction, KL; and what a critic minimises.
+"""What a policy minimises: PPO, GSPO, CISPO, SAPO, GMPO, clip-cov, KL-cov and REINFORCE, off-policy correction, KL and
+entropy coefficients; and what a critic minimises.
 
     PPO         rho = pi / pi_old,   L = -min(rho A, clip(rho, 1 - low, 1 + high) A)          Schulman et al. 2017
                 low < high: DAPO's "clip higher" (Yu et al. 2025)
@@ -6,12 +7,24 @@
     GSPO        PPO with one ratio for a whole answer,                                        Zheng et al. 2025
                 rho = exp(mean over the answer's tokens of log pi - log pi_old)
     CISPO       L = -stop_gradient(min(rho, 1 + high)) A log pi                               MiniMax 2025
+    SAPO        L = -4 / tau sigmoid(tau (rho - 1)) A,   tau by the sign of A                 Gao et al. 2025
+    GMPO        L = -exp(mean over the answer's tokens of d) A,   d = log rho, but           Zhao et al. 2025
+                d = min(d, high) where A > 0, and max(d, -low) where A < 0
+    clip-cov    PPO, without the tokens chosen at random from those with                      Cui et al. 2025
+                low < (log pi_old - mean)(A - mean) < high
+    KL-cov      L = -rho A, for the tokens with the largest such covariance + beta |log rho|  Cui et al. 2025
     REINFORCE   L = -A log pi                                                                 Williams 1992
 
 GRPO, RLOO and REINFORCE++ are PPO's loss on other advantages (group_rewards.py). In the first pass over a rollout
 rho = 1, nothing is clipped, and PPO's gradient is REINFORCE's. GSPO hands the loss of an answer out to its tokens
 alike; with answers of one token it is PPO. CISPO clips the importance weight, not the token's gradient: every token
-keeps one, also where PPO would cut it off, and while rho <= 1 + high it is that of -rho A.
+keeps one, also where PPO would cut it off, and while rho <= 1 + high it is that of -rho A. SAPO's gradient fades with
+the distance of rho from 1 instead of ending at a bound; at rho = 1 it is PPO's. GMPO bounds the logarithm of a token's
+ratio, so one token moves the answer's ratio little; with answers of one token it is PPO with the bounds e^-low, e^high.
+
+Covariances and their means are over all tokens of an optimizer step, and of the log-probs before the update: the choice
+of tokens depends neither on micro-batches nor on processes. The paper's code takes the log-probs in the update, of one
+micro-batch; in the first update after sampling the two are equal.
 
 Off-policy correction, where the sampled policy is not quite the trained one (another engine, older weights):
 
@@ -24,6 +37,10 @@ KL to the reference, estimated from sampled tokens, and its adaptive coefficient
 
     d = log pi - log ref of the sampled token, fp32:   k1 = d,   k2 = d^2 / 2,   k3 = e^(-d) - 1 + d     Schulman 2020
     beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) samples / horizon)                     Ziegler et al. 2019
+
+Entropy bonus with a target, H the mean entropy of the last step's tokens:                     He et al. 2025 (Skywork)
+
+    coefficient c where H <= target, else 0;   c <- min(c + step, most) where H <= target, else max(c - step, 0)
 
 Over samples of pi, k1 and k3 have mean KL(pi || ref), k2 nearly so when the two are close; k3 is never negative.
 As losses they differ: the mean gradient of k2 is that of KL(pi || ref), of k3 that of KL(ref || pi), of k1 zero.
@@ -73,23 +90,97 @@ def reinforce_loss(log_probs_N: Tensor, advantages_N: Tensor) -> Tensor:
     return -advantages_N * log_probs_N
 
 
-def clipped_surrogate(
+def sapo_loss(
+    log_probs_N: Tensor, old_N: Tensor, advantages_N: Tensor, temperatures: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and no clipped tokens; `temperatures`: of positive advantages, and of the others."""
+    tau_N = torch.where(advantages_N > 0, *temperatures).to(log_probs_N.dtype)
+    gate_N = torch.sigmoid(tau_N * ((log_probs_N - old_N).exp() - 1)) * 4 / tau_N
+    return -gate_N * advantages_N, torch.zeros_like(advantages_N, dtype=torch.bool)
+
+
+def gmpo_loss(
+    log_probs_N: Tensor, old_N: Tensor, advantages_N: Tensor, owners_N: Tensor, answers: int, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and which tokens a clip has cut off from the gradient."""
+    d_N = log_probs_N - old_N
+    clipped_N = torch.where(advantages_N > 0, d_N > high, (d_N < -low) & (advantages_N < 0))
+    bounded_N = torch.where(clipped_N, d_N.clamp(-low, high), d_N)
+    lengths_S = answer_sums(torch.ones_like(d_N), owners_N, answers)
+    mean_S = answer_sums(bounded_N, owners_N, answers) / lengths_S
+    advantages_S = answer_sums(advantages_N, owners_N, answers) / lengths_S
+    return (-mean_S.exp() * advantages_S)[owners_N], clipped_N
+
+
+def kl_cov_loss(
+    log_probs_N: Tensor, old_N: Tensor, advantages_N: Tensor, chosen_N: Tensor, coefficient: float
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and which tokens are pulled back to the old policy."""
+    d_N = log_probs_N - old_N
+    # The slope of |d| is 1 or -1 however small d is: before the weights move, rounding would decide which.
+    pulled_N = chosen_N & (d_N.abs() > ROUNDING)
+    return -d_N.exp() * advantages_N + coefficient * d_N.abs() * pulled_N, chosen_N
+
+
+ROUNDING = 1e-4
+"""Differences of log-probs up to this are none."""
+
+
+def surrogate_loss(
     kind: str,
     log_probs_N: Tensor,
     old_N: Tensor,
     advantages_N: Tensor,
     owners_N: Tensor,
     answers: int,
+    *,
     low: float,
     high: float,
     dual_clip: float | None = None,
+    temperatures: tuple[float, float] = (1.0, 1.05),
+    chosen_N: Tensor | None = None,
+    kl_cov_coefficient: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token by the method `kind` (ppo, gspo or cispo), and which tokens are clipped."""
+    """Loss of each token by --policy_loss_type, and which tokens are clipped. `chosen_N`: by their covariance."""
+    columns = log_probs_N, old_N, advantages_N
     if kind == "gspo":
-        return gspo_loss(log_probs_N, old_N, advantages_N, owners_N, answers, low, high)
+        return gspo_loss(*columns, owners_N, answers, low, high)
+    if kind == "gmpo":
+        return gmpo_loss(*columns, owners_N, answers, low, high)
     if kind == "cispo":
-        return cispo_loss(log_probs_N, old_N, advantages_N, high)
-    return ppo_loss(log_probs_N, old_N, advantages_N, low, high, dual_clip)
+        return cispo_loss(*columns, high)
+    if kind == "sapo":
+        return sapo_loss(*columns, temperatures)
+    if kind == "kl_cov":
+        assert chosen_N is not None
+        return kl_cov_loss(*columns, chosen_N, kl_cov_coefficient)
+    loss_N, clipped_N = ppo_loss(*columns, low, high, dual_clip)
+    if kind == "clip_cov":
+        assert chosen_N is not None
+        return torch.where(chosen_N, 0.0, loss_N), clipped_N | chosen_N
+    assert kind == "ppo", kind
+    return loss_N, clipped_N
+
+
+def covariances(log_probs_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """Each token's term of the covariance of log-prob and advantage, over all tokens of a step; float64, so that the
+    order of summation decides nothing."""
+    log_probs_N, advantages_N = log_probs_N.double(), advantages_N.double()
+    return (log_probs_N - log_probs_N.mean()) * (advantages_N - advantages_N.mean())
+
+
+def chosen_by_covariance(
+    kind: str, covariances_N: Tensor, ratio: float, bounds: tuple[float, float], shuffled_N: Tensor
+) -> Tensor:
+    """Which tokens of a step clip_cov leaves out and kl_cov pulls back: a share `ratio` of all, at least one.
+    `shuffled_N`: a random permutation, in whose order clip_cov takes the tokens between its bounds."""
+    count, chosen_N = max(1, int(ratio * len(covariances_N))), torch.zeros_like(covariances_N, dtype=torch.bool)
+    if kind == "kl_cov":
+        chosen_N[covariances_N.argsort(descending=True, stable=True)[:count]] = True
+        return chosen_N
+    within_N = (covariances_N > bounds[0]) & (covariances_N < bounds[1])
+    chosen_N[shuffled_N[within_N[shuffled_N]][:count]] = True
+    return chosen_N
 
 
 def policy_objective(
@@ -160,6 +251,11 @@ def adapted_kl_coefficient(coefficient: float, kl: float, target: float, horizon
     """The next coefficient, after `samples` sequences whose mean KL was `kl`."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * samples / horizon)
+
+
+def adapted_entropy_coefficient(coefficient: float, entropy: float, target: float, step: float, most: float) -> float:
+    """The next coefficient, after a step whose tokens had this mean entropy."""
+    return min(coefficient + step, most) if entropy <= target else max(coefficient - step, 0.0)
 
 
 # ---- the critic

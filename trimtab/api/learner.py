@@ -203,12 +203,13 @@ class Learner:
     ) -> dict[str, float]:
         """Add the gradients of a loss to those gathered since the last `optim_step`.
 
-        loss      "ppo", "gspo", "cispo", "policy_gradient" (or "reinforce"), "sft" (or "cross_entropy"), "dpo" (chosen
-                  and rejected in turn); or a function of `trimtab.LossInputs` that gives a sum over tokens, and figures
+        loss      "ppo", "gspo", "cispo", "sapo", "gmpo", "policy_gradient" (or "reinforce"), "sft" (or
+                  "cross_entropy"), "dpo" (chosen and rejected in turn); or a function of `trimtab.LossInputs` that
+                  gives a sum over tokens, and figures
         group     so many samples beside each other are seen by the function together; others may be in another pass
         entropy   give the function the policy's entropy at each token
-        **config  settings of the loss: eps_clip, eps_clip_low_high, dual_clip, kl_coef, kl_estimator,
-                  entropy_loss_coef, token_reduction ("token_sum" or "token_mean"), beta
+        **config  settings of the loss: eps_clip, eps_clip_low_high, dual_clip, sapo_temperatures, kl_coef,
+                  kl_estimator, entropy_loss_coef, token_reduction ("token_sum" or "token_mean"), beta
 
         Comes back: `loss` and other figures as means over the trained tokens ("dpo": over the pairs), `tokens` and
         `answers`. Samples without a trained token are left out. Data in several calls, or in one, are the same step.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.algos.advantages import whiten
 from trimtab.algos.group_rewards import SHAPED_BY, answer_sums, for_answers, token_scale
-from trimtab.algos.policy_losses import clipped_surrogate, kl_estimate, policy_objective, reinforce_loss
+from trimtab.algos.policy_losses import kl_estimate, policy_objective, reinforce_loss, surrogate_loss
 from trimtab.algos.supervised_losses import dpo_loss, sft_loss_sum
 from trimtab.api.arguments import suggested
 from trimtab.api.samples import Rows, Sample
@@ -82,12 +82,14 @@ def policy_loss(
     eps_clip: float = 0.2,
     eps_clip_low_high: tuple[float, float] | None = None,
     dual_clip: float | None = None,
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
     kl_coef: float = 0.0,
     kl_estimator: str = "k3",
     entropy_loss_coef: float = 0.0,
     token_reduction: str = "token_sum",
 ) -> tuple[Tensor, dict[str, Any]]:
-    """`kind`: ppo, gspo, cispo or reinforce. Figures beside the loss are sums over tokens, without weights."""
+    """`kind`: of the policy losses that choose no tokens, or reinforce. Figures beside the loss are sums over tokens,
+    without weights."""
     log_probs_N, old_N, advantages_N = inputs.log_probs_N, inputs.old_N, inputs.advantages_N
     assert advantages_N is not None
     figures: dict[str, Any] = {"log_prob": log_probs_N.detach().sum()}
@@ -97,7 +99,9 @@ def policy_loss(
         assert old_N is not None
         low, high = eps_clip_low_high or (eps_clip, eps_clip)
         sequences = inputs.owners_N, len(inputs.samples)
-        loss_N, clipped_N = clipped_surrogate(kind, log_probs_N, old_N, advantages_N, *sequences, low, high, dual_clip)
+        settings: dict[str, Any] = {"dual_clip": dual_clip, "temperatures": sapo_temperatures}
+        columns = log_probs_N, old_N, advantages_N, *sequences
+        loss_N, clipped_N = surrogate_loss(kind, *columns, low=low, high=high, **settings)
         figures["clip_fraction"] = clipped_N.float().sum()
     if old_N is not None:
         figures["log_prob_gap"] = (log_probs_N.detach() - old_N).abs().sum()
@@ -146,6 +150,8 @@ LOSSES = {
     "ppo": Known(partial(policy_loss, kind="ppo"), (*BOUNDS, "dual_clip", *OF_POLICY), ("log_probs", "advantages")),
     "gspo": Known(partial(policy_loss, kind="gspo"), (*BOUNDS, *OF_POLICY), ("log_probs", "advantages")),
     "cispo": Known(partial(policy_loss, kind="cispo"), ("eps_clip", *OF_POLICY), ("log_probs", "advantages")),
+    "sapo": Known(partial(policy_loss, kind="sapo"), ("sapo_temperatures", *OF_POLICY), ("log_probs", "advantages")),
+    "gmpo": Known(partial(policy_loss, kind="gmpo"), (*BOUNDS, *OF_POLICY), ("log_probs", "advantages")),
     "policy_gradient": Known(partial(policy_loss, kind="reinforce"), OF_POLICY, ("advantages",)),
     "sft": Known(sft, ("token_reduction",)),
     "dpo": Known(dpo, ("beta", "label_smoothing", "margin"), ("reference",), together=2),
@@ -212,6 +218,8 @@ def _check_settings(loss: str, known: Known, config: dict[str, Any]) -> None:
             raise UserError(f"margin is {value!r}; a number is needed")
         if name == "eps_clip_low_high" and value is not None and not _are_bounds(value):
             raise UserError(f"eps_clip_low_high is {value!r}; two numbers above 0 are needed, the first at most 1")
+        if name == "sapo_temperatures" and not (_are_two(value) and min(value) > 0):
+            raise UserError(f"sapo_temperatures is {value!r}; two numbers above 0 are needed")
         if name == "dual_clip" and value is not None and not (is_number(value) and value > 1):
             raise UserError(f"dual_clip is {value!r}; a number above 1 is needed, or None")
 
@@ -221,9 +229,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _are_two(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+
+
 def _are_bounds(value: Any) -> bool:
-    two = isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
-    return two and 0 < value[0] <= 1 and value[1] > 0
+    return _are_two(value) and 0 < value[0] <= 1 and value[1] > 0
 
 
 def _checked(found: Any) -> tuple[Tensor, dict[str, Any]]:

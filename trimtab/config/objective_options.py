@@ -1,7 +1,8 @@
 """Options of what is learnt: advantage estimators, heads, losses, references, teachers, rewards.
 
-`ESTIMATORS` has one entry for each advantage estimator, and everything that asks what an estimator does reads it there.
-The mathematics is in algos/; train/rl/token_advantages.py puts an estimator's parts together.
+`ESTIMATORS` has one entry for each advantage estimator, `SURROGATES` one for each policy loss, and everything that asks
+what one does reads it there. The mathematics is in algos/; train/rl/token_advantages.py and objective.py put the parts
+together.
 """
 
 import json
@@ -65,6 +66,35 @@ ESTIMATORS = {
     )
 }
 CALLED = {name: estimator.called for name, estimator in ESTIMATORS.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surrogate:
+    """A policy loss: a value of --policy_loss_type, and a function of algos/policy_losses.py."""
+
+    called: str
+    per_answer: bool = False
+    """The mean is over answers, unless --loss_reduction says otherwise."""
+    one_advantage: bool = False
+    """A sequence has one ratio, and therefore one advantage."""
+    low: bool = True
+    """It bounds the ratio from below."""
+    high: bool = True
+    """It bounds the ratio from above."""
+    chooses: bool = False
+    """It treats some tokens of a step otherwise, chosen by a covariance before the update."""
+
+
+SURROGATES = {
+    "ppo": Surrogate(called="a clipped ratio for each token"),
+    "gspo": Surrogate(called="one ratio for each answer", per_answer=True, one_advantage=True),
+    "cispo": Surrogate(called="the ratio is a clipped weight", low=False),
+    "sapo": Surrogate(called="a soft gate in place of the clip", per_answer=True, low=False, high=False),
+    "gmpo": Surrogate(called="geometric mean of the clipped ratios", per_answer=True, one_advantage=True),
+    "clip_cov": Surrogate(called="ppo without some tokens of large covariance", chooses=True),
+    "kl_cov": Surrogate(called="a KL on the tokens of largest covariance", low=False, high=False, chooses=True),
+}
+LOSSES_CALLED = {name: loss.called for name, loss in SURROGATES.items()}
 
 
 # ---- supervised objectives

@@ -32,7 +32,8 @@ OF_THE_CRITIC = (
 # Options of other RL jobs that would change what is sampled, or what a return is, unseen by the formulas of tail.
 _OF_OTHER_METHODS = (
     *("temperature", "top_p", "weight_only_int8", "max_epochs", "gamma", "use_kl_loss", "kl_estimator", "kl_target"),
-    *("dynamic_filtering", "overlong_buffer_len", "entropy_loss_coef", "policy_loss_type", "no_advantage_std_norm"),
+    *("dynamic_filtering", "overlong_buffer_len", "entropy_loss_coef", "entropy_target"),
+    *("policy_loss_type", "no_advantage_std_norm"),
     *("eps_clip", "eps_clip_low_high", "dual_clip", "aux_loss_coef", "loss_reduction", "mismatch_correction"),
     *("teacher_model", "teacher_prompt_key", "teacher_prompt_func", "pretrain_data", "freezing_actor_steps"),
     *("repetition_penalty", "generate_min_len"),
@@ -117,13 +118,16 @@ class RLOptions(
 
     def scores_old_policy(self, *, reference: bool, teacher: bool, leaves_kl: bool) -> bool:
         """Whether the loop needs the policy's log-probs before the update: to compare them with a teacher's or a
-        reference's (whether there is one), or with those after the first update. An only update computes its own."""
-        return self.updates_per_iteration > 1 or teacher or (reference and not leaves_kl)
+        reference's (whether there is one), to choose tokens by, or to compare them with those after the first update.
+        An only update computes its own."""
+        own = self.updates_per_iteration > 1 or self.surrogate.chooses
+        return own or teacher or (reference and not leaves_kl)
 
     def leaves_kl_to_update(self, *, accelerator: bool) -> bool:
         """Whether the update can compute the KL to the reference: as a loss, or where advantages are sums of rewards,
-        of which it is one term. Dropout would be in it. A CPU gains little, and would round otherwise than before."""
-        if self.keep_dropout or self.lora_dropout > 0 or not accelerator:
+        of which it is one term. Dropout would be in it. A CPU gains little, and would round otherwise than before.
+        Tokens that are chosen by their advantages need it before."""
+        if self.surrogate.chooses or self.keep_dropout or self.lora_dropout > 0 or not accelerator:
             return False
         summed = not (self.estimator.critic or self.estimator.whitened)
         return self.use_kl_loss or summed
@@ -206,9 +210,10 @@ class RLOptions(
                 f"({self.longest_rollout}): lower these instead"
             )
         self._check_overlong()
-        if self.turn_reward == "returns" and self.policy_loss_type == "gspo":
+        if self.turn_reward == "returns" and self.surrogate.one_advantage:
             raise UserError(
-                "--turn_reward returns: --policy_loss_type gspo has one advantage a sequence; use ppo or cispo"
+                f"--turn_reward returns: --policy_loss_type {self.policy_loss_type} has one advantage a sequence; use "
+                "ppo or cispo"
             )
         self._check_budget("train_max_tokens_per_gpu", self.train_max_tokens_per_gpu)
         self._check_budget("rollout_max_tokens_per_gpu", self.rollout_max_tokens_per_gpu)

@@ -7,7 +7,7 @@ from trimtab.config.data_options import (
     PromptOptions,
     check_sources,
 )
-from trimtab.config.objective_options import CALLED, ESTIMATORS, Estimator
+from trimtab.config.objective_options import CALLED, ESTIMATORS, LOSSES_CALLED, SURROGATES, Estimator, Surrogate
 from trimtab.config.option import Options, option
 from trimtab.config.placement_options import ClusterOptions
 from trimtab.config.training_options import AnswerOptions, SamplingOptions, UpdateOptions
@@ -160,22 +160,38 @@ class KLOptions(Options):
 class PolicyLossOptions(Options):
     """Policy loss"""
 
-    policy_loss_type: str = option("ppo", choices=("ppo", "gspo", "cispo"))
-    """ppo (a ratio for each token), gspo (one ratio for each answer) or cispo (the ratio is a clipped weight)."""
+    policy_loss_type: str = option("ppo", choices=LOSSES_CALLED)
+    """What is minimised"""
     policy_loss_coef: float = option(1.0, at_least=0)
     """Weight of the policy loss beside the KL and the entropy."""
     loss_reduction: str | None = option(None, choices=("token", "answer", "constant"))
     """What the mean is over: token (all tokens alike), answer (all answers alike) or constant (--generate_max_len
     tokens for each answer, as in Dr. GRPO; for each episode --max_turns times as many, up to --episode_max_len); unset:
-    token, for gspo answer."""
+    token, for gspo, gmpo and sapo answer."""
     eps_clip: float = option(0.2, above=0)
     """The ratio of new to old probability is clipped to 1 - eps_clip and 1 + eps_clip."""
     eps_clip_low_high: tuple[float, float] | None = None
     """Two values instead, for the lower and the upper bound."""
     dual_clip: float | None = option(None, above=1)
     """A bound above 1 on how much a bad answer counts that has become more likely; unset: none."""
+    sapo_temperatures: tuple[float, float] = option((1.0, 1.05), above=0, needs=("policy_loss_type", "sapo"))
+    """How fast the gate of sapo closes: for positive advantages, and for the others."""
+    cov_ratio: float = option(0.0002, above=0, at_most=1)
+    """Of clip_cov and kl_cov, the share of a step's tokens that is left out or pulled back; at least one token is."""
+    clip_cov_range: tuple[float, float] = option((1.0, 5.0), needs=("policy_loss_type", "clip_cov"))
+    """Covariances between which clip_cov leaves tokens out."""
+    kl_cov_coef: float = option(1.0, at_least=0, needs=("policy_loss_type", "kl_cov"))
+    """Weight of kl_cov's KL to the policy before the update."""
     entropy_loss_coef: float | None = option(None, at_least=0)
-    """Weight of the entropy, which is raised; 0: only measured; unset: not even that."""
+    """Weight of the entropy, which is raised; 0: only measured; unset: not even that. With --entropy_target: the first
+    one."""
+    entropy_target: float | None = option(None, above=0)
+    """Adapt the weight so that the mean entropy of a token, in nats, does not fall below this value; unset: it stays as
+    it is."""
+    entropy_coef_step: float = option(0.005, above=0, needs="entropy_target")
+    """How much the weight changes after each optimiser step: up at or below the target, down above it."""
+    entropy_coef_max: float = option(1.0, above=0, needs="entropy_target")
+    """The largest weight."""
     freezing_actor_steps: int = option(-1, at_least=-1)
     """Train the critic alone for this many iterations; 0 or -1: none."""
     mismatch_correction: str | None = option(None, choices=("tis", "icepop", "sequence"))
@@ -183,6 +199,14 @@ class PolicyLossOptions(Options):
     are left out) or sequence (answers outside the range are left out); unset: none."""
     mismatch_range: tuple[float, float] = option((0.5, 2.0), needs="mismatch_correction")
     """Lowest and highest such weight."""
+
+    @property
+    def surrogate(self) -> Surrogate:
+        return SURROGATES[self.policy_loss_type]
+
+    @property
+    def measures_entropy(self) -> bool:
+        return self.entropy_loss_coef is not None or self.entropy_target is not None
 
     def check(self) -> Iterable[str]:
         low, high = self.mismatch_range
@@ -192,6 +216,16 @@ class PolicyLossOptions(Options):
             )
         if self.dual_clip is not None and self.policy_loss_type != "ppo":
             raise UserError(f"--dual_clip belongs to --policy_loss_type ppo, not {self.policy_loss_type}: drop it")
+        low, high = self.clip_cov_range
+        if low >= high:
+            raise UserError(f"--clip_cov_range {low:g} {high:g}: the first must be below the second")
+        if (self.entropy_loss_coef or 0.0) > self.entropy_coef_max and self.entropy_target is not None:
+            raise UserError(
+                f"--entropy_loss_coef {self.entropy_loss_coef:g} is more than --entropy_coef_max "
+                f"{self.entropy_coef_max:g}: lower it"
+            )
+        if not self.surrogate.chooses:
+            yield from self.idle(["cov_ratio"], f"with --policy_loss_type {self.policy_loss_type}")
         if self.eps_clip_low_high is not None:
             low, high = self.eps_clip_low_high
             if not 0 < low <= 1 or high <= 0:
@@ -201,8 +235,13 @@ class PolicyLossOptions(Options):
                 )
             yield from self.idle(["eps_clip"], "beside --eps_clip_low_high")
         bounds = "eps_clip" if self.eps_clip_low_high is None else "eps_clip_low_high"
-        if self.policy_loss_type == "cispo" and self.asks(bounds):
-            yield f"--{bounds} has no effect as a lower bound: --policy_loss_type cispo bounds from above alone"
+        if not self.surrogate.high:
+            yield from self.idle([bounds], f"with --policy_loss_type {self.policy_loss_type}: it has no bounds")
+        elif not self.surrogate.low and self.asks(bounds):
+            yield (
+                f"--{bounds} has no effect as a lower bound: --policy_loss_type {self.policy_loss_type} bounds from "
+                "above alone"
+            )
 
 
 class CriticOptions(Options):

@@ -53,6 +53,38 @@ def test_cutting_and_packing_change_nothing(folder, usual, tmp_path, estimator, 
     assert_same(tmp_path, usual(estimator))
 
 
+COVARIANCE = "--cov_ratio 0.1 --clip_cov_range 0.05 5 --init_kl_coef 0.1 --temperature 1.1"
+LOSSES = [
+    "sapo",
+    "gmpo",
+    f"clip_cov {COVARIANCE}",
+    f"kl_cov {COVARIANCE} --entropy_target 2.5 --entropy_coef_step 0.01",
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda words: words.split()[0])
+def test_cutting_packing_and_processes_leave_the_newer_losses_as_they_are(folder, tmp_path, loss):
+    """One micro-batch, two, four, packed ones, and two processes."""
+    shared = f"{QUIET} --policy_loss_type {loss} --max_steps 2 --eval_steps -1"
+    cuts = [f"--micro_train_batch_size {size}" for size in (8, 4, 2)] + [CUTS[2]]
+    found = []
+    for number, cut in enumerate(cuts):
+        out = tmp_path / str(number)
+        assert warm.run(arguments(folder, out, "grpo", shared, cut)) == 0
+        found.append(rows(out)[1:])
+    assert warm.run_world(arguments(folder, tmp_path / "two", "grpo", shared, "--zero_stage 2"), 2) == [0, 0]
+    found.append(rows(tmp_path / "two")[1:])
+    names = ["loss", "grad_norm", "policy_kl", "clip_fraction", "entropy_coefficient", "entropy"]
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            mine, theirs = ([row[name] for name in names if name in row] for row in (one, two))
+            assert theirs == pytest.approx(mine, abs=1e-6, rel=1e-4)
+    if "cov" in loss:
+        assert found[0][0]["clip_fraction"] >= 0.09, "tokens are chosen"
+    if "entropy" in loss:
+        assert found[0][1]["entropy_coefficient"] > 0
+
+
 @pytest.mark.short(1)
 @pytest.mark.parametrize(
     "estimator, stage",

@@ -32,7 +32,10 @@ def run(folder, out, *words):
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("words", ["--policy_loss_type gspo", "--policy_loss_type cispo", "--loss_reduction constant",
-                                   "--loss_reduction answer"])  # fmt: skip
+                                   "--loss_reduction answer", "--policy_loss_type sapo", "--policy_loss_type gmpo",
+                                   "--policy_loss_type clip_cov --clip_cov_range 0.1 9 --cov_ratio 0.2",
+                                   "--policy_loss_type kl_cov --kl_cov_coef 9 --cov_ratio 0.2",
+                                   "--entropy_target 9 --entropy_coef_step 0.3"])  # fmt: skip
 def test_another_objective_learns_something_else(folder, plain, tmp_path, words):
     found = run(folder, tmp_path, words)
     assert found[1]["reward"] == rows(plain)[1]["reward"], "the first answers are the same"

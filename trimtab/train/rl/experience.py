@@ -177,6 +177,7 @@ class Experience(Trajectories):
     # added by compute_advantages
     advantages_N: Tensor | None = None
     returns_N: Tensor | None = None
+    chosen_N: Tensor | None = None  # tokens of the current update that clip_cov or kl_cov chose
 
     @classmethod
     def of(

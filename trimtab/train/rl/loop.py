@@ -52,7 +52,7 @@ class RLRun:
         `teacher_prompts`: what the teacher reads, if not the policy's prompts."""
         self.options, self.roles, self.client, self.source = options, roles, client, source
         self.order, self.files, self.evaluation = order, files, evaluation
-        self.counters = Counters(max(options.init_kl_coef, 0.0))
+        self.counters = Counters(max(options.init_kl_coef, 0.0), entropy_coefficient=options.entropy_loss_coef or 0.0)
         self.iteration: Iteration | None = None
         self.batcher = MicroBatcher(options, larger_scoring=self.on_accelerator, text=text)
         self.teaching = Teaching(options, self.batcher, teacher_prompts) if options.is_taught else None
@@ -156,6 +156,8 @@ class RLRun:
         if counters.iteration >= self.options.freezing_actor_steps:
             reports["actor"] = self.batcher.until_they_fit(lambda: self.update_actor(experience, samples))
             counters.actor_steps += 1
+            if self.options.entropy_target is not None:
+                counters.adapt_entropy(reports["actor"], self.options)
         for report in reports.values():
             counters.count(bool(report.pop("applied")))
         work.reports.append(reports)
@@ -172,6 +174,7 @@ class RLRun:
         teacher_ND = None if self.teaching is None else self.teaching.states(experience, samples)
         parts, totals = self.batcher.policy_update(self.roles.actor, experience, samples, step, teacher_ND)
         settings = {"totals": totals, "step": step, "kl_coefficient": kl_coefficient}
+        settings["entropy_coefficient"] = self.counters.applied_entropy(self.options)
         return self.batcher.send(self.roles.actor, "update", parts, **settings)[0]
 
     def sync_weights(self) -> None:

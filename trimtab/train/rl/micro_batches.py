@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.algos.policy_losses import chosen_by_covariance, covariances
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import Example, SampleOrder, TokenBatch, chunk, pack
 from trimtab.data.dataset import TokenDataset
@@ -36,6 +37,9 @@ from trimtab.train.update import (
     Result,
     retry_smaller,
 )
+
+COVARIANCE = 0xC0
+"""Random stream of clip_cov."""
 
 
 class AnswerBatch(TokenBatch):
@@ -308,8 +312,8 @@ class MicroBatcher:
         options = self.options
         kl_loss = (options.use_kl_loss and experience.reference_N is not None) or experience.lacks_kl
         learnt = samples
-        other_losses = kl_loss or teacher_ND is not None or options.entropy_loss_coef is not None
-        if not other_losses and options.aux_loss_coef <= 0:
+        other_losses = kl_loss or teacher_ND is not None or options.measures_entropy
+        if not other_losses and options.aux_loss_coef <= 0 and options.policy_loss_type != "kl_cov":
             # Samples with zero advantages have no gradient and are left out. One stays even if all advantages are zero:
             # an optimizer step needs a backward pass in every process.
             learnt = with_advantage(experience, samples) or samples[:1]
@@ -319,7 +323,10 @@ class MicroBatcher:
             "remaining_N": experience.lacks_kl,
             "fresh_N": experience.fresh_N is not None,
             "counts_N": experience.branches_S is not None,
+            "chosen_N": options.surrogate.chooses,
         }
+        if options.surrogate.chooses:
+            experience.chosen_N = chosen_tokens(experience, samples, options, step)
         columns = ["advantages_N", "sampled_N", *(name for name, is_wanted in wanted.items() if is_wanted)]
         more = {} if teacher_ND is None else {"teacher_ND": teacher_ND}
         parts, totals = self.parts(actor, experience, learnt, *columns, **more), totals_of(experience, samples)
@@ -376,6 +383,19 @@ def with_advantage(experience: Experience, samples: list[int]) -> list[int]:
     assert experience.advantages_N is not None
     found = block_sums(experience.advantages_N != 0, experience.lengths_S).tolist()
     return [i for i in samples if found[i]]
+
+
+def chosen_tokens(experience: Experience, samples: list[int], options: RLOptions, step: int) -> Tensor:
+    """The tokens that clip_cov or kl_cov treats otherwise in this update: a function of the whole step and its number,
+    so that micro-batches, processes and a resume leave it as it is."""
+    assert experience.old_N is not None and experience.advantages_N is not None
+    places_N = experience.tokens_of(samples)
+    shuffled_N = torch.from_numpy(np.random.default_rng((options.seed, COVARIANCE, step)).permutation(len(places_N)))
+    found_N = covariances(experience.old_N[places_N], experience.advantages_N[places_N])
+    settings = options.policy_loss_type, found_N, options.cov_ratio, options.clip_cov_range, shuffled_N
+    chosen_N = torch.zeros(len(experience.old_N), dtype=torch.bool)
+    chosen_N[places_N] = chosen_by_covariance(*settings)
+    return chosen_N
 
 
 def counted(what: str, *parts: Sequence[Slice]) -> float:

@@ -1,7 +1,7 @@
 """The losses of the actor and the critic: a micro-batch's share of one optimizer step.
 
     policy    over all answer tokens of the step, the mean of
-                  coefficient x surrogate (ppo, gspo or cispo)  + beta KL(policy, reference)  [--use_kl_loss]
+                  coefficient x surrogate (--policy_loss_type)  + beta KL(policy, reference)  [--use_kl_loss]
                   - coefficient x entropy  + coefficient x divergence(policy, teacher)  [--teacher_divergence]
     critic    over the same tokens, the mean of the clipped squared distance from the returns
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from trimtab.algos.advantages import discounted_sums
 from trimtab.algos.policy_losses import (
-    clipped_surrogate,
     is_corrected,
     kl_estimate,
     mismatch_weights,
     policy_objective,
+    surrogate_loss,
     value_loss,
 )
 from trimtab.algos.supervised_losses import divergence
@@ -38,14 +38,16 @@ def policy_loss_term(
     options: RLOptions,
     *,
     kl_coefficient: float,
+    entropy_coefficient: float = 0.0,
     teacher_head: TeacherHead | None = None,
 ) -> LossTerm:
     """The policy loss of a micro-batch.
 
     `batch.extra`: advantages_N and sampled_N; old_N if the policy was updated since sampling; reference_N for a KL
     loss, together with remaining_N if the KL was not computed before the update; fresh_N if older weights sampled some
-    tokens; counts_N if an answer may have several sequences; teacher_ND for a divergence over the whole vocabulary,
-    whose head is `teacher_head` (None: the policy's own).
+    tokens; counts_N if an answer may have several sequences; chosen_N where the loss chooses tokens by their
+    covariance; teacher_ND for a divergence over the whole vocabulary, whose head is `teacher_head` (None: the policy's
+    own).
     """
     extra, teacher = batch.extra, None
     if "teacher_ND" in extra:
@@ -55,7 +57,7 @@ def policy_loss_term(
     out = policy(
         batch,
         temperature=options.temperature,
-        entropy=options.entropy_loss_coef is not None,
+        entropy=options.measures_entropy,
         router=options.aux_loss_coef > 0,
         teacher=teacher,
     )
@@ -88,13 +90,15 @@ def policy_loss_term(
         coefficient=options.policy_loss_coef,
         kl_N=kl_N,
         kl_coefficient=kl_coefficient,
-        entropy_N=out.entropy_N if options.entropy_loss_coef is not None else None,
-        entropy_coefficient=options.entropy_loss_coef or 0.0,
+        entropy_N=out.entropy_N if options.measures_entropy else None,
+        entropy_coefficient=entropy_coefficient,
     )
     figures |= terms
     if out.divergence_N is not None:
         figures["distance"] = out.divergence_N.sum() / totals["tokens"]
         loss = loss + options.teacher_coef * (weights_N * out.divergence_N).sum()
+    if options.entropy_target is not None:
+        figures["token_entropy"] = out.entropy_N.sum() / totals["tokens"]  # whatever the reduction
     if options.aux_loss_coef > 0:
         figures["aux_loss"] = balance_loss_term(policy, out.router_logits, batch, totals["row_tokens"])
         loss = loss + options.aux_loss_coef * figures["aux_loss"]
@@ -124,14 +128,20 @@ def surrogate(log_probs_N: Tensor, old_N: Tensor, batch: TokenBatch, options: RL
     advantages_N = batch.extra["advantages_N"]
     low, high = options.eps_clip_low_high or (options.eps_clip, options.eps_clip)
     sequences = batch.owners_N, len(batch.spans)
-    return clipped_surrogate(
-        options.policy_loss_type, log_probs_N, old_N, advantages_N, *sequences, low, high, options.dual_clip
+    return surrogate_loss(
+        *(options.policy_loss_type, log_probs_N, old_N, advantages_N, *sequences),
+        low=low,
+        high=high,
+        dual_clip=options.dual_clip,
+        temperatures=options.sapo_temperatures,
+        chosen_N=batch.extra.get("chosen_N"),
+        kl_cov_coefficient=options.kl_cov_coef,
     )
 
 
 def token_weights(batch: TokenBatch, totals: Totals, options: RLOptions) -> Tensor:
     """--loss_reduction: the weight of each token's loss in the step's loss. All weights sum to at most 1."""
-    reduction = options.loss_reduction or ("answer" if options.policy_loss_type == "gspo" else "token")
+    reduction = options.loss_reduction or ("answer" if options.surrogate.per_answer else "token")
     ones_N = torch.ones(len(batch.owners_N), device=batch.ids_T.device)
     if reduction == "token":
         return ones_N / totals["tokens"]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.algos.advantages import NO_MOMENTS
-from trimtab.algos.policy_losses import adapted_kl_coefficient
+from trimtab.algos.policy_losses import adapted_entropy_coefficient, adapted_kl_coefficient
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.launcher import Group
 from trimtab.errors import RunFailed
@@ -69,6 +69,8 @@ class Counters:
     at_bound: int = 0  # consecutive iterations at the staleness bound
     start_is_measured: bool = False
     reward_moments: Sequence[float] = NO_MOMENTS  # of all rewards, with --running_reward_norm
+    entropy_coefficient: float = 0.0
+    low_entropy: bool = False  # whether the last update's was at most --entropy_target
 
     def count(self, applied: bool) -> None:
         """Count an update: applied, or skipped because its loss or gradient was not finite."""
@@ -89,6 +91,23 @@ class Counters:
         if options.kl_target is not None:
             figures = (row["kl"], options.kl_target, options.kl_horizon, row["samples"])
             self.kl_coefficient = adapted_kl_coefficient(self.kl_coefficient, *figures)
+
+    def adapt_entropy(self, report: dict[str, float], options: RLOptions) -> None:
+        """Adapt the entropy's coefficient after an update of the policy."""
+        report["entropy_coefficient"] = self.applied_entropy(options)
+        entropy, target = report.pop("token_entropy"), options.entropy_target
+        assert target is not None
+        if not report["applied"]:
+            return
+        settings = entropy, target, options.entropy_coef_step, options.entropy_coef_max
+        self.entropy_coefficient = adapted_entropy_coefficient(self.entropy_coefficient, *settings)
+        self.low_entropy = entropy <= target
+
+    def applied_entropy(self, options: RLOptions) -> float:
+        """The entropy's coefficient in the next update."""
+        if options.entropy_target is None:
+            return options.entropy_loss_coef or 0.0
+        return self.entropy_coefficient if self.low_entropy else 0.0
 
 
 @dataclass
