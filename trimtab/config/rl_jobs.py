@@ -18,7 +18,7 @@ DYNAMIC_BUDGET = 16_192
 OF_EVALUATION = ("eval_max_samples", "eval_steps", "eval_temperature", "eval_n_samples_per_prompt")
 OF_SAMPLING = (
     *("top_p", "no_shuffle", "vllm_generate_batch_size"),
-    *("dynamic_filtering", "dynamic_filtering_rule", "dynamic_filtering_batches"),
+    *("dynamic_filtering", "dynamic_filtering_rule", "dynamic_filtering_batches", "difficulty"),
 )
 OF_ALL_ANSWERS = (
     *("rollout_slots", "rollout_kv_tokens", "weight_only_int8"),
@@ -32,7 +32,7 @@ OF_THE_CRITIC = (
 # Options of other RL jobs that would change what is sampled, or what a return is, unseen by the formulas of tail.
 _OF_OTHER_METHODS = (
     *("temperature", "top_p", "weight_only_int8", "max_epochs", "gamma", "use_kl_loss", "kl_estimator", "kl_target"),
-    *("dynamic_filtering", "overlong_buffer_len", "entropy_loss_coef", "entropy_target"),
+    *("dynamic_filtering", "difficulty", "overlong_buffer_len", "entropy_loss_coef", "entropy_target"),
     *("policy_loss_type", "no_advantage_std_norm"),
     *("eps_clip", "eps_clip_low_high", "dual_clip", "aux_loss_coef", "loss_reduction", "mismatch_correction"),
     *("teacher_model", "teacher_prompt_key", "teacher_prompt_func", "pretrain_data", "freezing_actor_steps"),
@@ -243,8 +243,9 @@ class RLOptions(
             raise UserError(f"nothing gives rewards: {name_one}")
         if self.eval_dataset:
             raise UserError(f"--eval_dataset needs a reward to measure with: {name_one}, or leave it out")
-        if self.dynamic_filtering and not self.replay:
-            raise UserError(f"--dynamic_filtering needs a reward to judge groups by: {name_one}, or leave it out")
+        for name in ("dynamic_filtering", "difficulty"):
+            if getattr(self, name) and not self.replay:
+                raise UserError(f"--{name} needs a reward to judge groups by: {name_one}, or leave it out")
 
     def _check_overlong(self) -> None:
         if self.overlong_buffer_len is None:

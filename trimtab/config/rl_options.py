@@ -66,6 +66,17 @@ class RolloutOptions(SamplingOptions):
     as it takes."""
     dynamic_filtering_reward_range: tuple[float, float] = option((0.0, 1.0), needs=("dynamic_filtering_rule", "mean"))
     """Mean scores between these two, both excluded, are kept."""
+    difficulty: bool = False
+    """Keep the pass rate of every prompt, and retire prompts that are always or never solved."""
+    difficulty_solved: float = option(1.0, needs="difficulty")
+    """An answer solves its prompt if its score is at least this."""
+    difficulty_range: tuple[float, float] = option((0.0, 1.0), at_least=0, at_most=1, needs="difficulty")
+    """A group with a pass rate of at most the first is never solved, of at least the second always."""
+    difficulty_after: int = option(1, at_least=1, needs="difficulty")
+    """Retire a prompt after this many groups in a row that are always, or never, solved."""
+    difficulty_return: float = option(0.1, at_least=0, at_most=1, needs="difficulty")
+    """Probability that a retired prompt is answered all the same when its turn comes; what it then scores decides
+    whether it stays retired. 0: it never comes back."""
 
     def check(self) -> Iterable[str]:
         if self.temperature <= 0:
@@ -77,6 +88,9 @@ class RolloutOptions(SamplingOptions):
         low, high = self.dynamic_filtering_reward_range
         if low >= high:
             raise UserError(f"--dynamic_filtering_reward_range {low:g} {high:g}: the first must be below the second")
+        low, high = self.difficulty_range
+        if low >= high:
+            raise UserError(f"--difficulty_range {low:g} {high:g}: the first must be below the second")
         if self.dynamic_filtering and self.n_samples_per_prompt < 2:
             raise UserError("--dynamic_filtering judges groups of answers: set --n_samples_per_prompt above 1")
         at_once = self.vllm_generate_batch_size

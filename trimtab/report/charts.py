@@ -376,6 +376,13 @@ FIGURES = (
     Panel("Groups without a difference", {"equal_groups": "groups"}, "all rewards are equal", share=True),
     Panel("Answers cut at the limit", {"truncated": "answers"}, share=True, better=-1),
     Panel("Groups left out by filtering", {"filtered_groups": "groups"}),
+    Panel(
+        "Difficulty pools",
+        {"active_prompts": "active", "easy_prompts": "always solved", "hard_prompts": "never solved"},
+        "prompts",
+    ),
+    Panel("Turns of retired prompts", {"passed_over": "passed over"}),
+    Panel("Weight of the entropy", {"entropy_coefficient": "weight"}),
     Panel("Penalty of long answers", {"overlong_penalty": "penalty"}, better=-1),
     Panel("Movement in an iteration", {"policy_kl": "KL"}, "KL to the policy that sampled"),
     Panel(

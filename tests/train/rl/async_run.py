@@ -23,7 +23,8 @@ def words(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:
 def check_ledger(out: Path, *, bound: int = BOUND, places: int = PROMPTS * EPISODES, batch: int = 4) -> list[dict]:
     """Each place of the data once, none too old, in full batches; what was told of age agrees with it."""
     lines = read_rows(out / "ledger.jsonl", key="iteration")
-    settled = sorted(place for line in lines for place in [*line["trained"], *line["filtered"]])
+    dropped = ("filtered", "retired")
+    settled = sorted(place for line in lines for why in ("trained", *dropped) for place in line.get(why, []))
     assert settled == list(range(places))
     told = {row["step"]: row for row in rows(out) if row["step"] > 0}
     trained = [line for line in lines if line["trained"]]

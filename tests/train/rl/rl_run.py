@@ -28,6 +28,8 @@ ESTIMATORS = {
     "grpo": "grpo --n_samples_per_prompt 4 --init_kl_coef 0.1",
     "dr_grpo": "grpo --advantage_estimator dr_grpo --n_samples_per_prompt 4 --init_kl_coef 0 --dual_clip 3",
     "filtered": "grpo --n_samples_per_prompt 4 --dynamic_filtering --dynamic_filtering_reward_range 0.5 1.0",
+    "difficulty": "grpo --n_samples_per_prompt 4 --difficulty --difficulty_range 0.3 0.7 --difficulty_return 0.3 "
+    "--policy_loss_type clip_cov --cov_ratio 0.1 --clip_cov_range 0.01 9 --entropy_target 2.5 --num_episodes 4",
     "lora": "grpo --n_samples_per_prompt 4 --lora_rank 4 --lora_dropout 0.1 --init_kl_coef 0.1",
 }
 
@@ -50,15 +52,16 @@ def write_judge(folder: Path, seed: int) -> None:
 
 
 def arguments(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:
+    verb, own = ESTIMATORS[estimator].split(maxsplit=1)
     fixed = (
-        f"{ESTIMATORS[estimator]} --pretrain {folder}/model --prompt_data {folder}/prompts.jsonl --label_key label "
+        f"{verb} --pretrain {folder}/model --prompt_data {folder}/prompts.jsonl --label_key label "
         f"--apply_chat_template --eval_dataset {folder}/test.jsonl --eval_split train --eval_steps 2 "
         f"--eval_n_samples_per_prompt 2 {REWARD} --prompt_max_len 40 --generate_max_len 12 "
         f"--rollout_batch_size {A_ROLLOUT} --train_batch_size 8 --micro_train_batch_size 2 --max_epochs 2 "
         f"--num_episodes {EPISODES} --actor_learning_rate 3e-3 --lr_warmup_ratio 0 --save_steps 2 "
         f"--keep_dropout --save_path {out} --ckpt_path {out}/checkpoints"
     )
-    return [*fixed.split(), *" ".join(more).split()]
+    return [*fixed.split(), *own.split(), *" ".join(more).split()]
 
 
 def without(words: list[str], *flags: str) -> list[str]:

@@ -12,8 +12,8 @@ batch, D batches may be in flight ahead of the current one, and S bounds the sta
                  trained by iteration d are at most the (d - t) B that will have been trained by then
 
 So every remaining group can still be trained in time by waiting for the oldest: staleness never exceeds S, no finished
-group is dropped, and with S >= D no wait is endless. A group that is filtered, or whose environment failed, frees its
-place at once, and the next prompt is admitted.
+group is dropped, and with S >= D no wait is endless. A group that is filtered, whose environment failed, or whose
+prompt is retired (--difficulty), frees its place at once, and the next prompt is admitted.
 
 A checkpoint stores untrained groups as a few flat tensors and JSON: partial trajectories of groups in flight, and the
 experience of finished ones with the results of rewards if reward models have not scored them yet. The disk keys are
@@ -45,7 +45,7 @@ from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollout_client import Failures, RolloutClient
 from trimtab.train.rl.rollout_files import ReportedSpan
 from trimtab.train.rl.rollout_worker import FinishedGroup, InFlightGroup
-from trimtab.train.rl.source import RolloutSource, Sampled, useful_groups
+from trimtab.train.rl.source import DifficultyPools, RolloutSource, Sampled, useful_groups
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Ledger:
     finished: set[int] = field(default_factory=set)  # the ones among them that can be trained
     filtered: list[int] = field(default_factory=list)  # since the last batch was taken
     failed: list[int] = field(default_factory=list)  # since the last batch was taken
+    retired: list[int] = field(default_factory=list)  # passed over since the last batch was taken
     in_hand: bool = False  # whether this iteration's batch has been chosen
 
     def __post_init__(self) -> None:
@@ -95,6 +96,11 @@ class Ledger:
         del self.versions[place]
         self.finished.discard(place)
         self.filtered.append(place)
+
+    def pass_over(self, place: int) -> None:
+        """Drop a group before it starts, because its prompt is retired."""
+        del self.versions[place]
+        self.retired.append(place)
 
     def fail(self, place: int) -> None:
         """Drop a group whose environment failed."""
@@ -139,16 +145,17 @@ class Ledger:
     def take(self, chosen: Iterable[int]) -> dict[int, int]:
         """Take these groups as the batch of this iteration, and return their versions."""
         self.in_hand = True
-        self.filtered, self.failed = [], []
+        self.filtered, self.failed, self.retired = [], [], []
         self.finished.difference_update(chosen)
         return {place: self.versions.pop(place) for place in chosen}
 
-    def requeue(self, versions: dict[int, int], filtered: list[int], failed: list[int]) -> None:
-        """Return groups that were taken and not trained; `filtered`, `failed`: the lists before `take`."""
+    def requeue(self, versions: dict[int, int], filtered: list[int], failed: list[int], retired: list[int]) -> None:
+        """Return groups that were taken and not trained; `filtered`, `failed`, `retired`: the lists before `take`."""
         self.in_hand = False
         self.versions = dict(sorted((self.versions | versions).items()))
         self.finished.update(versions)
         self.filtered, self.failed = filtered + self.filtered, failed + self.failed
+        self.retired = retired + self.retired
 
     # ---- checkpoint
 
@@ -161,6 +168,7 @@ class Ledger:
             "finished": sorted(self.finished),
             "filtered": list(self.filtered),
             "failed": list(self.failed),
+            "retired": list(self.retired),
             "in_hand": self.in_hand,
         }
 
@@ -168,7 +176,8 @@ class Ledger:
         self.iteration, self.admitted, self.in_hand = state["iteration"], state["admitted"], state["in_hand"]
         self.versions = {place: version for place, version in state["versions"]}
         self.finished, self.filtered = set(state["finished"]), list(state["filtered"])
-        self.failed = list(state.get("failed", []))  # earlier versions had no environments
+        # Earlier versions had no environments and no pools.
+        self.failed, self.retired = list(state.get("failed", [])), list(state.get("retired", []))
 
 
 class AsyncSource(RolloutSource):
@@ -192,6 +201,7 @@ class AsyncSource(RolloutSource):
         self.scored: dict[int, Experience] = {}
         self.handed_out: dict[int, Experience] = {}  # the last batch, until it is trained
         self.last: dict[str, list[int]] | None = None  # places of the last batch, for ledger.jsonl
+        self.pools = DifficultyPools(order.samples, options) if options.difficulty else None
         self.failures = Failures(options)  # since the last batch
         self.clock = Clock()
 
@@ -210,10 +220,11 @@ class AsyncSource(RolloutSource):
                 workers.resume()
                 if stop.signal or not self._collect() or stop.signal:
                     return None
-        filtered, failed = list(ledger.filtered), list(ledger.failed)
+        filtered, failed, retired = list(ledger.filtered), list(ledger.failed), list(ledger.retired)
         versions = ledger.take(chosen)
         self.last = {"trained": chosen, "versions": list(versions.values()), "filtered": filtered}
         self.last |= {"failed": failed} if failed or self.options.plays else {}
+        self.last |= {"retired": retired} if self.pools is not None else {}
         if workers.remote:
             self._admit()  # remote workers generate while this batch is trained
         else:
@@ -223,9 +234,9 @@ class AsyncSource(RolloutSource):
         figures |= {"under_way": float(len(ledger.versions)), **self.clock.figures(remote=workers.remote)}
         if self.options.dynamic_filtering:
             figures["filtered_groups"] = float(len(filtered))
-        figures |= self.failures.figures()
+        figures |= self.failures.figures() | ({} if self.pools is None else self.pools.figures(len(retired)))
         self.failures = Failures(self.options)
-        prompts = len(chosen) + len(filtered) + len(failed)
+        prompts = len(chosen) + len(filtered) + len(failed) + len(retired)
         if not chosen:
             return None, prompts, figures
         self.handed_out = {place: self.scored.pop(place) for place in chosen}
@@ -234,7 +245,8 @@ class AsyncSource(RolloutSource):
     def _put_back(self) -> None:
         assert self.last is not None
         versions = dict(zip(self.last["trained"], self.last["versions"]))
-        self.ledger.requeue(versions, self.last["filtered"], self.last.get("failed", []))
+        dropped = (self.last.get(why, []) for why in ("filtered", "failed", "retired"))
+        self.ledger.requeue(versions, *dropped)
         self.scored |= self.handed_out
         self.handed_out, self.last = {}, None
 
@@ -251,9 +263,13 @@ class AsyncSource(RolloutSource):
 
     def _admit(self) -> None:
         groups = []
-        for place in self.ledger.admit():
-            row, seed = self.order.step_samples(place)[0], request_seed(self.options.seed, place)
-            groups.append(InFlightGroup(place, self.ledger.iteration, row, seed))
+        while places := self.ledger.admit():
+            for place in places:
+                row, seed = self.order.step_samples(place)[0], request_seed(self.options.seed, place)
+                if self.pools is not None and self.pools.is_passed_over(row, place):
+                    self.ledger.pass_over(place)
+                else:
+                    groups.append(InFlightGroup(place, self.ledger.iteration, row, seed))
         self.workers.admit(groups)
 
     def _collect(self) -> bool:
@@ -285,6 +301,9 @@ class AsyncSource(RolloutSource):
         results = [RewardResult.joined(found) for found in zip(*(part.results for part in parts))]
         experience = Experience.joined([part.experience for part in parts])
         self.client.score(experience, results, STORE)
+        if self.pools is not None:
+            self.pools.add(experience)
+            self.pools.commit()
         useful = set(useful_groups(experience, self.options))
         for group, place in enumerate(self.finished):
             if group in useful:
@@ -310,6 +329,7 @@ class AsyncSource(RolloutSource):
         self.workers.resume()
 
     def trained(self) -> None:
+        super().trained()
         self.handed_out = {}
 
     def settled(self) -> dict[str, list[int]] | None:

@@ -3,7 +3,7 @@
 save_path/    the policy as a Hugging Face folder, options.yaml, manifest.json, metrics.jsonl, rollouts.jsonl,
               tokens.jsonl, critic/ with --save_value_network, ledger.jsonl with --async_train
 ckpt_path/    global_stepN/ with actor/, critic/ or proposal/, experience/ if the run was stopped inside an iteration,
-              and ahead/ with the untrained groups of an asynchronous run
+              ahead/ with the untrained groups of an asynchronous run, and difficulty/ with pass rates by prompt
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,7 @@ from trimtab.train.run_directory import RunDirectory, SpaceWatch, adam_bytes, co
 from trimtab.train.update import InsufficientMemory
 
 LEARNERS = ("actor", "critic", "proposal")
-LOOP_FOLDERS = ("experience", "ahead")
+LOOP_FOLDERS = ("experience", "ahead", "difficulty")
 SHOWN_CHARACTERS = 4000  # of a prompt or an answer in rollouts.jsonl
 
 

@@ -319,6 +319,8 @@ class RLRun:
         tensors["ahead"], ahead = self.source.state(in_hand=work is not None)
         if ahead is not None:
             state["ahead"] = ahead
+        if self.source.pools is not None:
+            tensors["difficulty"] = self.source.pools.state(in_hand=work is not None)
         return Checkpoint(self.counters.iteration, self.roles, tensors, state)
 
     def resume(self) -> bool:
@@ -333,6 +335,8 @@ class RLRun:
         if "iteration" in state:
             self.iteration = self.iteration_class.from_disk(tensors["experience"], state["iteration"])
         self.sync_weights()
+        if self.source.pools is not None:
+            self.source.pools.restore(tensors.get("difficulty", {}))
         if "ahead" in state:
             self.source.restore(tensors.get("ahead", {}), state["ahead"])
         return True

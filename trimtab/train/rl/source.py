@@ -6,6 +6,8 @@
 
 Each returns the experience (None: no useful group was left), the number of prompts used, and figures.
 
+With --difficulty, sources pass over the turns of prompts that `DifficultyPools` has retired.
+
 A recording has one file an iteration, with samples and their rewards. With the same options, a replayed run repeats the
 recorded run's updates bit for bit. Every file describes the prompts and group sizes it was sampled from, so that a
 mismatch is detected. Recordings made by hand, such as conversations with tools, may leave these out; groups then may
@@ -22,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -210,10 +214,90 @@ def _correction(async_settings: dict[str, Any] | None) -> tuple | None:
     return None if async_settings is None else (async_settings["mismatch_correction"], async_settings["mismatch_range"])
 
 
+class DifficultyPools:
+    """Pass rates by prompt, and which prompts are retired because they are always (easy) or never (hard) solved.
+
+    A turn of a retired prompt is passed over, but for a share --difficulty_return, which the seed and the place decide.
+    What the groups of a batch scored counts when the batch is trained, as the prompts do: a batch that is lost on a
+    stop is sampled again from the same pools. An asynchronous run keeps its groups, and counts each once it is scored.
+    """
+
+    def __init__(self, prompts: int, options: RLOptions):
+        self.options = options
+        self.rates_R = np.full(prompts, np.nan, np.float32)  # of the last group; NaN: none yet
+        self.streaks_R = np.zeros(prompts, np.int32)  # groups in a row: above 0 always solved, below 0 never
+        self.pending: list[tuple[int, float]] = []  # rows and pass rates of the batch in hand
+
+    def is_passed_over(self, row: int, place: int) -> bool:
+        """Whether the prompt `row` is left out at this place of the order."""
+        if abs(self.streaks_R[row]) < self.options.difficulty_after:
+            return False
+        drawn = request_seed(request_seed(self.options.seed, DIFFICULTY), place) / 2**64 + 0.5
+        return drawn >= self.options.difficulty_return
+
+    def add(self, experience: Experience) -> None:
+        """Take the pass rates of groups that do not count yet; a group without a sampled token has none."""
+        groups_E, drawn_E = experience.groups_E, experience.drawn_E
+        solved_E = (experience.scores_S[experience.firsts_E] >= self.options.difficulty_solved) & drawn_E
+        solved_G, drawn_G = (
+            torch.bincount(groups_E[of_E], minlength=experience.groups) for of_E in (solved_E, drawn_E)
+        )
+        rows_G = experience.rows_S[experience.firsts_G]
+        columns = (column.tolist() for column in (rows_G, solved_G, drawn_G))
+        self.pending += [(row, solved / drawn) for row, solved, drawn in zip(*columns) if drawn]
+
+    def commit(self) -> None:
+        """Count the pending groups."""
+        self.rates_R, self.streaks_R = self._counted()
+        self.pending = []
+
+    def _counted(self) -> tuple[np.ndarray, np.ndarray]:
+        rates_R, streaks_R = self.rates_R.copy(), self.streaks_R.copy()
+        low, high = self.options.difficulty_range
+        for row, rate in self.pending:
+            before = int(streaks_R[row])
+            rates_R[row] = rate
+            streaks_R[row] = max(before, 0) + 1 if rate >= high else min(before, 0) - 1 if rate <= low else 0
+        return rates_R, streaks_R
+
+    def figures(self, passed_over: int) -> dict[str, float]:
+        """Sizes of the pools with the batch in hand, and the turns that were passed over for it."""
+        (rates_R, streaks_R), after = self._counted(), self.options.difficulty_after
+        easy, hard = float((streaks_R >= after).sum()), float((streaks_R <= -after).sum())
+        sizes = {"easy_prompts": easy, "hard_prompts": hard, "active_prompts": len(rates_R) - easy - hard}
+        known = rates_R[~np.isnan(rates_R)]
+        rate = {"prompt_pass_rate": float(known.mean())} if len(known) else {}
+        return sizes | {"passed_over": float(passed_over)} | rate
+
+    def state(self, *, in_hand: bool) -> dict[str, Tensor]:
+        """The tensors of a checkpoint; `in_hand`: the loop itself saves the last batch."""
+        tensors = {"rates": torch.from_numpy(self.rates_R), "streaks": torch.from_numpy(self.streaks_R)}
+        if in_hand and self.pending:
+            tensors["pending"] = torch.tensor(self.pending, dtype=torch.float64)
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """`tensors`: none if the run was without --difficulty before."""
+        if tensors and len(tensors["rates"]) != len(self.rates_R):
+            raise UserError(
+                f"--difficulty: the checkpoint has pass rates of {len(tensors['rates'])} prompts, and now there are "
+                f"{len(self.rates_R)}; give the --prompt_data and --max_samples of before"
+            )
+        if tensors:
+            self.rates_R, self.streaks_R = tensors["rates"].numpy(), tensors["streaks"].numpy()
+            pending = tensors["pending"].tolist() if "pending" in tensors else []
+            self.pending = [(int(row), rate) for row, rate in pending]
+
+
+DIFFICULTY = 0xD1
+"""Random stream of returning prompts."""
+
+
 class RolloutSource(ABC):
     """Provides the experience of the next iteration."""
 
     recording: Recording | None = None  # if set, every batch is also written to it
+    pools: DifficultyPools | None = None
 
     @property
     @abstractmethod
@@ -237,8 +321,10 @@ class RolloutSource(ABC):
         """A context in which no engine generates, so that weights may change and the engines may be used otherwise."""
         return nullcontext()
 
-    def trained(self) -> None:  # noqa: B027 (most sources keep no state)
+    def trained(self) -> None:
         """Called after the last batch was trained."""
+        if self.pools is not None:
+            self.pools.commit()
 
     def settled(self) -> dict[str, list[int]] | None:
         """The places of the last batch by outcome, for ledger.jsonl."""
@@ -286,6 +372,7 @@ class SyncSource(RolloutSource):
     def __init__(self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, client: RolloutClient):
         """`order`: the prompts over all epochs, one per step."""
         self.options, self.order, self.sampling, self.client = options, order, sampling, client
+        self.pools = DifficultyPools(order.samples, options) if options.difficulty else None
 
     @property
     def exact(self) -> bool:
@@ -295,26 +382,35 @@ class SyncSource(RolloutSource):
         options, left = self.options, self.order.steps - prompts_used
         wanted = min(options.rollout_batch_size, left)
         most = options.dynamic_filtering_batches or left
-        taken, rounds, kept, groups = 0, 0, [], 0
+        taken, rounds, kept, groups, asked = 0, 0, [], 0, 0
         failures = Failures(options)
+        if self.pools is not None:
+            self.pools.pending = []  # a batch that was not trained is sampled again
         while groups < wanted and taken < left and rounds < most:
             # Without filtering, further rounds only replace failed groups.
             at_once = prompts_per_round(options) if options.dynamic_filtering else wanted - groups
-            count = min(at_once, left - taken)
-            places = range(prompts_used + taken, prompts_used + taken + count)
-            requests = [(self.order.step_samples(p)[0], request_seed(options.seed, p)) for p in places]
+            requests: list[tuple[int, int]] = []
+            while len(requests) < at_once and taken < left:
+                place, taken = prompts_used + taken, taken + 1
+                row = self.order.step_samples(place)[0]
+                if self.pools is None or not self.pools.is_passed_over(row, place):
+                    requests.append((row, request_seed(options.seed, place)))
+            if not requests:
+                break
             sampled = self.client.ask(requests, "train", self.sampling)
             if sampled is None or stop.signal:
                 return None
-            taken, rounds = taken + count, rounds + 1
+            asked, rounds = asked + len(requests), rounds + 1
             failures.add(sampled.failed)
             part = sampled.experience
+            if part is not None and self.pools is not None:
+                self.pools.add(part)
             if part is not None and (useful := useful_groups(part, options)):
                 kept.append(part if len(useful) == part.groups else part.take(part.samples_of(useful)))
                 groups += len(useful)
-        filtered = taken - groups - failures.groups
+        filtered = asked - groups - failures.groups
         figures = {"filtered_groups": float(filtered)} if options.dynamic_filtering else {}
-        figures |= failures.figures()
+        figures |= failures.figures() | ({} if self.pools is None else self.pools.figures(taken - asked))
         if groups < wanted and taken < left:  # --dynamic_filtering_batches has ended the sampling
             if not groups:
                 raise RewardFailed(
