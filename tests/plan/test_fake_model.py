@@ -109,6 +109,20 @@ def test_weights_masters_and_gradient_sums_are_those_of_the_optimiser():
     assert parts["model: Adam's moments"] == 8 * said.learnt == sum(m.nbytes for m in moments)
 
 
+def test_the_momentum_of_muon_is_that_of_the_optimiser():
+    options = SFTOptions(bf16=True, optimizer="muon")
+    said = planned("llama_tied", options)
+    parts = {part.name: part.size for part in process(said, options).at(64).parts}
+    model = real("llama_tied")
+    optimiser = Optimizer(model.model, options, 1, learning_rate=1e-3, fused=False)
+    model(TokenBatch.of(*RowShape(0, 30).examples(60))).log_probs_N.sum().backward()
+    optimiser.step(0)
+    moments = {name: tensor.nbytes for name, tensor in optimiser.state().items() if tensor.ndim}
+    of_muon = sum(size for name, size in moments.items() if name.startswith("momentum_buffer"))
+    assert parts["model: Muon's momentum"] == of_muon > 0
+    assert parts["model: Adam's moments"] == sum(size for n, size in moments.items() if n.startswith("exp_avg")) > 0
+
+
 def test_what_the_files_hold_is_not_what_is_worked_with():
     with torch.device("meta"):
         half = Policy(tiny_model("llama").bfloat16())

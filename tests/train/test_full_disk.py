@@ -17,7 +17,7 @@ from tests.train.rl.rl_run import without
 from trimtab.config.training_options import CheckpointOptions
 from trimtab.train import run_directory as space
 from trimtab.train.metrics import MetricsFile
-from trimtab.train.run_directory import SpaceWatch, adam_bytes
+from trimtab.train.run_directory import SpaceWatch
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -182,10 +182,6 @@ def full_after(step):
         plain(self, row)
 
     MetricsFile.write = write
-
-
-def test_bytes_of_a_checkpoint_are_weights_two_moments_and_an_average():
-    assert adam_bytes(100) == 1200 and adam_bytes(100, averaged=50) == 1400
 
 
 def test_a_small_disk_that_fills_up_for_real_leaves_a_checkpoint_elsewhere(tasks, tmp_path):

@@ -33,8 +33,10 @@ VARIANTS = {
     "kto": ("kto", ""),
     "kto lora": ("kto", f"{LORA} {PACKED_BF16} --ref_pretrain None"),
     "kd": ("kd", PACKED),
+    "muon": ("sft", "--optimizer muon --l2 0.1"),
+    "muon lora": ("rm", f"--optimizer muon {LORA} {PACKED_BF16}"),
 }
-SHORT = ("sft", "rm", "prm hard", "dpo", "kto", "kd")
+SHORT = ("sft", "muon", "rm", "prm hard", "dpo", "kto", "kd")
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ def settings(**changes):
     values = {
         "learning_rate": 1e-2, "l2": 0.1, "adam_betas": (0.9, 0.95), "max_norm": 1.0, "lr_warmup_ratio": 0.0,
         "lr_scheduler": "constant", "min_lr_ratio": 0.1, "adam_eps": 1e-8,
+        "optimizer": "adamw", "muon_momentum": 0.95, "muon_scale": "match_rms_adamw",
     }  # fmt: skip
     return SimpleNamespace(**(values | changes))
 

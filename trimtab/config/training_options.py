@@ -213,6 +213,14 @@ class DropoutOptions(Options):
 class UpdateOptions(Options):
     """Optimiser"""
 
+    optimizer: str = option("adamw", choices=("adamw", "muon"))
+    """adamw; or muon for the matrices of the layers (also those of LoRA), and adamw for embeddings, heads, norms and
+    stacked experts."""
+    muon_momentum: float = option(0.95, at_least=0, below=1, needs=("optimizer", "muon"))
+    """Decay of Muon's average of gradients."""
+    muon_scale: str = option("match_rms_adamw", choices=("match_rms_adamw", "original"), needs=("optimizer", "muon"))
+    """How Muon's updates are scaled: match_rms_adamw makes them as large as AdamW's, so that one learning rate and one
+    weight decay fit both; original by the square root of rows / columns, if that is more than 1."""
     lr_scheduler: str = option("cosine_with_min_lr", choices=SCHEDULERS)
     """Hugging Face name of the schedule."""
     lr_warmup_ratio: float = option(0.03, at_least=0, at_most=1)

@@ -179,6 +179,19 @@ def sum_over_parts(value: Tensor, tensor: Tensor) -> Tensor:
     return value
 
 
+def part_of(tensor: Tensor) -> tuple[int, int]:
+    """The number of this process's shard of a tensor, and the number of shards."""
+    part, parts = 0, 1
+    if isinstance(tensor, DTensor):
+        coordinates = tensor.device_mesh.get_coordinate()
+        assert coordinates is not None
+        for axis, placement in enumerate(tensor.placements):
+            if not placement.is_replicate():
+                size = tensor.device_mesh.size(axis)
+                part, parts = part * size + coordinates[axis], parts * size
+    return part, parts
+
+
 def _keep_among_neighbours(part: Any, kept: DeviceMesh) -> None:
     """Between forward and backward pass, keep weights sharded over a few neighbours (ZeRO++'s secondary partition), so
     that gathering them again needs no other process.

@@ -255,6 +255,9 @@ class PlannedModel:
         """Trained parameters; of those"""
         self.learnt_layer = max(map(_learnt, layers), default=0)
         self.learnt_root = self.learnt - sum(map(_learnt, layers))
+        inside = [p for layer in layers_of(found.skeleton) for p in layer.parameters() if p.requires_grad]
+        self.matrices = [p.numel() for p in inside if p.ndim == 2] if options.optimizer == "muon" else []
+        """Sizes of the trained matrices of layers that have Muon."""
         self.key_heads = max(1, (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tensor)
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.token_keys = width * next(found.skeleton.parameters()).element_size()

@@ -180,7 +180,10 @@ class ProcessMemory:
         if not (options.adam_offload and self.hardware.accelerator):
             is_master = self._alone and not options.bf16  # fp32 working weights are the masters
             found.append(Part(f"{name}: fp32 masters{share}", 0 if is_master else 4 * model.learnt // parts, phases))
-            found.append(Part(f"{name}: Adam's moments{share}", 8 * model.learnt // parts, phases))
+            matrices = sum(model.matrices)
+            found.append(Part(f"{name}: Adam's moments{share}", 8 * (model.learnt - matrices) // parts, phases))
+            if matrices:
+                found.append(Part(f"{name}: Muon's momentum{share}", 4 * matrices // parts, phases))
             if isinstance(options, RLOptions) and options.enable_ema and model.role == "actor":
                 found.append(Part(f"{name}: average (EMA){share}", 4 * model.learnt // parts, phases))
             if not self._alone:

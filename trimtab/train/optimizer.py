@@ -1,8 +1,11 @@
-"""AdamW with fp32 master weights: schedule, clipping, offload, and a running average of the weights.
+"""AdamW and Muon with fp32 master weights: schedule, clipping, offload, and a running average of the weights.
 
 The model's parameters are the working weights that training and sampling read. When they are bf16, the optimizer keeps
 fp32 master weights and fp32 gradient accumulators and writes the result back in place, because an update of 1e-6 would
 vanish in a bf16 parameter. When they are fp32 already, master and parameter are the same tensor.
+
+With --optimizer muon the matrices of the decoder layers have Muon, and all else AdamW: embeddings, heads, norms, biases
+and experts in one stack. An adapter's A and B are matrices of their own.
 """
 
 import contextlib
@@ -15,8 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimtab.algos.muon import orthogonalised, rate_scale
 from trimtab.config.training_options import UpdateOptions
-from trimtab.distributed.fsdp import accumulate_in, local, sum_over_parts
+from trimtab.distributed.fsdp import accumulate_in, blocks_of, local, part_of, sum_over_parts, whole
+from trimtab.errors import UserError
+from trimtab.models.activation_memory import layers_of
 from trimtab.train.checkpoint import HostTensors, ShardedTensors
 
 
@@ -49,6 +55,7 @@ class Optimizer:
             # A sharded model sums its gradients itself, in this dtype.
             if parameter.dtype != gradient_dtype and not isinstance(parameter, DTensor):
                 accumulate_in(gradient_dtype, parameter, self.accumulated, name)
+        self.matrices = hidden_matrices(model) if options.optimizer == "muon" else []
         self.adam = torch.optim.AdamW(
             self._groups(options.l2),
             lr=learning_rate,
@@ -56,6 +63,10 @@ class Optimizer:
             eps=options.adam_eps,
             fused=fused,
         )
+        self.muon: Muon | None = None
+        if self.matrices:
+            masters, device = [self.masters[name] for name in self.matrices], self.working[self.matrices[0]].device
+            self.muon = Muon(masters, learning_rate, options.l2, options.muon_momentum, options.muon_scale, device)
         self.factor: Callable[[int], float] | None = None
         if total_steps is not None:
             self.schedule(options, total_steps)
@@ -88,12 +99,27 @@ class Optimizer:
         if applied:
             if self.max_norm > 0 and gradients:
                 torch._foreach_mul_([local(g) for g in gradients], min(1.0, self.max_norm / (grad_norm + 1e-6)))
-            for group in self.adam.param_groups:
-                group["lr"] = learning_rate
-            self.adam.step()
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate
+                optimizer.step()
             self._write_back()
         self.clear_gradients()
         return OptimizerStep(grad_norm, applied)
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.adam] if self.muon is None else [self.adam, self.muon]
+
+    def _moments(self, master: Tensor) -> dict[str, Tensor]:
+        """What AdamW or Muon keeps for a parameter."""
+        return next((found for optimizer in self._optimizers if (found := optimizer.state.get(master))), {})
+
+    @property
+    def state_bytes(self) -> int:
+        """Size of a checkpoint: weights and two moments in fp32, of Muon's matrices one."""
+        moments = {name: 1 for name in self.matrices}
+        return sum(4 * (1 + moments.get(name, 2)) * master.numel() for name, master in self.masters.items())
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients accumulated since the last step, by parameter name."""
@@ -123,10 +149,10 @@ class Optimizer:
                 tensor.grad = None
 
     def sleep(self) -> None:
-        """Offload Adam's moments and separate master weights to main memory until `wake`."""
+        """Offload moments and separate master weights to main memory until `wake`."""
         assert not self._away, "it sleeps already"
         for name, master in self.masters.items():
-            found = [value for value in self.adam.state.get(master, {}).values() if value.ndim]
+            found = [value for value in self._moments(master).values() if value.ndim]
             self._away += [(tensor, local(tensor).device) for tensor in found]
             if master is not self.working[name]:
                 self._away.append((master, local(master).device))
@@ -147,11 +173,11 @@ class Optimizer:
                     tensor.data = tensor.data.to(device)
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint: fp32 weights and Adam's moments, by parameter name."""
+        """The tensors of a checkpoint: fp32 weights and moments, by parameter name."""
         tensors = {}
         for name, master in self.masters.items():
             tensors[f"weight/{name}"] = master.detach()
-            for key, value in self.adam.state.get(master, {}).items():
+            for key, value in self._moments(master).items():
                 tensors[f"{key}/{name}"] = value
         return tensors
 
@@ -159,6 +185,9 @@ class Optimizer:
         with torch.no_grad():
             for name, master in self.masters.items():
                 saved.read_into(f"weight/{name}", master)
+                if self.muon is not None and f"{MOMENTUM}/{name}" in saved:
+                    self.muon.state[master] = {MOMENTUM: torch.zeros_like(master)}
+                    saved.read_into(f"{MOMENTUM}/{name}", self.muon.state[master][MOMENTUM])
                 if f"exp_avg/{name}" not in saved:
                     continue
                 moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
@@ -172,10 +201,10 @@ class Optimizer:
 
     def _groups(self, weight_decay: float) -> list[dict]:
         """Adam's parameter groups: no weight decay for vectors (biases and norms)."""
-        decayed = [m for m in self.masters.values() if m.ndim >= 2]
-        others = [m for m in self.masters.values() if m.ndim < 2]
+        own = [master for name, master in self.masters.items() if name not in self.matrices]
+        decayed, others = ([m for m in own if (m.ndim >= 2) is matrix] for matrix in (True, False))
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return [g for g in groups if g["params"]]
+        return [g for g in groups if g["params"]] or groups[:1]
 
     def _gradient(self, name: str, master: Tensor) -> Tensor | None:
         gradient = self.accumulated.get(name, self.working[name].grad)
@@ -186,6 +215,74 @@ class Optimizer:
             for name, master in self.masters.items():
                 if master is not self.working[name]:
                     self.working[name].copy_(master)
+
+
+# ---- Muon
+
+
+MOMENTUM = "momentum_buffer"
+
+
+def hidden_matrices(model: nn.Module) -> list[str]:
+    """Names of the trained matrices of the decoder layers."""
+    inside = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
+    found = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and id(p) in inside]
+    if not found:
+        raise UserError(f"--optimizer muon: {type(model).__name__} trains no matrix of a decoder layer; use adamw")
+    return found
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (algos/muon.py) of matrices that may be shards. The processes of a sharded matrix take turns: each gathers
+    all updates, makes its share of them orthogonal, and all receive the results."""
+
+    def __init__(
+        self, matrices: list[Tensor], lr: float, weight_decay: float, momentum: float, scale: str, device: torch.device
+    ):
+        """`device`: where products are computed, also if masters are offloaded."""
+        super().__init__([{"params": matrices}], {"lr": lr})
+        self.weight_decay, self.momentum, self.scale, self.device = weight_decay, momentum, scale, device
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            split_alike: dict[Any, list[Tensor]] = {}
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    how = (matrix.device_mesh, matrix.placements) if isinstance(matrix, DTensor) else None
+                    split_alike.setdefault(how, []).append(matrix)
+            for alike in split_alike.values():
+                part, parts = part_of(alike[0])
+                for first in range(0, len(alike), parts):
+                    self._step(alike[first : first + parts], part, group["lr"])
+
+    def _step(self, turn: list[Tensor], part: int, rate: float) -> None:
+        """Update as many matrices as there are parts; this process computes the one of number `part`."""
+        own = None
+        for number, matrix in enumerate(turn):
+            gradient, average = local(matrix.grad), self.state[matrix].get(MOMENTUM)
+            if average is None:
+                average = self.state[matrix][MOMENTUM] = torch.zeros_like(matrix)
+            local(average).lerp_(gradient, 1 - self.momentum)
+            gradient.lerp_(local(average), self.momentum)  # the gradient is not used again
+            update = whole(matrix.grad.bfloat16())
+            own = update if number == part else own
+        result = None
+        if own is not None:
+            result = orthogonalised(own.to(self._device(turn[0]))).to(own.device)
+            result = result.contiguous()  # of a tall matrix it is a transpose, and sums go by the order in memory
+        for number, matrix in enumerate(turn):
+            is_own = number == part and result is not None
+            found = result if is_own else torch.zeros(matrix.shape, dtype=torch.bfloat16, device=local(matrix).device)
+            found, scale = sum_over_parts(found, matrix), rate_scale(self.scale, *matrix.shape)
+            held = local(matrix)
+            held.mul_(1 - rate * self.weight_decay)
+            for block in blocks_of(matrix):
+                held[block.held].add_(found[block.slices], alpha=-rate * scale)
+
+    def _device(self, matrix: Tensor) -> torch.device:
+        # FSDP2's offloaded shards are on the CPU; their mesh knows the accelerator.
+        return torch.device(matrix.device_mesh.device_type) if isinstance(matrix, DTensor) else self.device
 
 
 def total_norm(gradients: list[Tensor]) -> float:

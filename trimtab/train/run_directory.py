@@ -85,7 +85,7 @@ WITHOUT_EFFECT |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep
 WITHOUT_EFFECT |= {"use_dynamic_batch", "fit_memory", "ray", "max_restarts", "restart_wait"}
 WITHOUT_EFFECT |= {"ref_offload", "teacher_offload", "precompute_ref_log_probs", "report_samples", "pretrain"}
 
-MEANING = ("lora_alpha", "proposal", "proposal_lora_rank")
+MEANING = ("lora_alpha", "optimizer", "proposal", "proposal_lora_rank")
 """Options without which the tensors of a checkpoint cannot be interpreted."""
 
 
@@ -168,11 +168,6 @@ class SpaceWatch:
                     f"{'needs' if len(needs) == 1 else 'need'} {_size(wanted)}: make room before then"
                 )
         return None
-
-
-def adam_bytes(parameters: int, *, averaged: int = 0) -> int:
-    """Size of a checkpoint: weights and two moments in fp32, and the average of `averaged` parameters."""
-    return 12 * parameters + 4 * averaged
 
 
 def _nearest(folder: Path) -> Path:

@@ -71,7 +71,6 @@ from trimtab.train.optimizer import Optimizer
 from trimtab.train.run_directory import (
     RunDirectory,
     SpaceWatch,
-    adam_bytes,
     compare_manifests,
     learning_settings,
     make_manifest,
@@ -401,7 +400,7 @@ class SupervisedRun:
             total=self.order.steps,
             start=self.counters.step,
             resumed=resumed,
-            space=SpaceWatch(self.options, model=model, checkpoint=adam_bytes(trained)),
+            space=SpaceWatch(self.options, model=model, checkpoint=self.optimizer.state_bytes),
         )
 
     def save_model(self, folder: Path) -> None:

@@ -30,6 +30,7 @@ ESTIMATORS = {
     "filtered": "grpo --n_samples_per_prompt 4 --dynamic_filtering --dynamic_filtering_reward_range 0.5 1.0",
     "difficulty": "grpo --n_samples_per_prompt 4 --difficulty --difficulty_range 0.3 0.7 --difficulty_return 0.3 "
     "--policy_loss_type clip_cov --cov_ratio 0.1 --clip_cov_range 0.01 9 --entropy_target 2.5 --num_episodes 4",
+    "muon": "grpo --n_samples_per_prompt 4 --init_kl_coef 0.1 --optimizer muon --enable_ema",
     "lora": "grpo --n_samples_per_prompt 4 --lora_rank 4 --lora_dropout 0.1 --init_kl_coef 0.1",
 }
 

@@ -24,7 +24,7 @@ STOPPED += [(4, "evaluate", 0), (0, "sample", 0)]
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("moment", DURING, ids=str)
-@pytest.mark.parametrize("estimator", ["ppo", pytest.param("lora", marks=pytest.mark.long)])
+@pytest.mark.parametrize("estimator", ["ppo", "muon", pytest.param("lora", marks=pytest.mark.long)])
 def test_killed_and_resumed_equals_uninterrupted(tasks, finished, tmp_path, estimator, moment):
     check_killed(tasks, finished, tmp_path, estimator, moment)
 

@@ -36,7 +36,7 @@ from trimtab.train.rl.rollout_files import (
     turns,
     whole_groups,
 )
-from trimtab.train.run_directory import RunDirectory, SpaceWatch, adam_bytes, compare_manifests
+from trimtab.train.run_directory import RunDirectory, SpaceWatch, compare_manifests
 from trimtab.train.update import InsufficientMemory
 
 LEARNERS = ("actor", "critic", "proposal")
@@ -109,7 +109,7 @@ class RunFiles:
         sizes = {name: role.call("trained_parameters")[0] for name, role in _learners(roles).items()}
         written = sum(size for name, size in sizes.items() if name != "critic" or options.save_value_network)
         averaged = sizes["actor"] if options.enable_ema else 0
-        checkpoint = adam_bytes(sum(sizes.values()), averaged=averaged)
+        checkpoint = sum(role.call("state_bytes")[0] for role in _learners(roles).values()) + 4 * averaged
         return SpaceWatch(options, model=written * (2 if options.bf16 else 4), checkpoint=checkpoint)
 
     def write(self, row: dict) -> None:

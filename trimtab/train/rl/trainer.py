@@ -151,6 +151,9 @@ class Trainer(ModelRole):
     def trained_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.optimizer.working.values())
 
+    def state_bytes(self) -> int:
+        return self.optimizer.state_bytes
+
     def read_state(self, *, folder: Path) -> None:
         self.restore(ShardedTensors(folder))
 
