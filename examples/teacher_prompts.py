@@ -1,6 +1,6 @@
 """What a policy reads as its own teacher (docs/distillation.md): for wrong answers, a right one.
 
-    trimtab grpo --teacher_prompt_func examples/teacher_prompts.py --teacher_divergence reverse_kl ...
+trimtab grpo --teacher_prompt_func examples/teacher_prompts.py --teacher_divergence reverse_kl ...
 """
 
 TOLD = "{question}\n\nA right answer is:\n{answer}\n\nNow answer in your own words."
