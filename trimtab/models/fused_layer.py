@@ -48,7 +48,10 @@ def _is_known_layer(layer: nn.Module) -> bool:
         return False
     heads_normed = _children(layer.self_attn) == ATTENTION | HEAD_NORMS
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [layer.self_attn.q_norm, layer.self_attn.k_norm] if heads_normed else []
+    if heads_normed:
+        norms += (of_heads := [layer.self_attn.q_norm, layer.self_attn.k_norm])
+        if any(len(norm.weight) != getattr(layer.self_attn, "head_dim", 0) for norm in of_heads):
+            return False
     return (
         (heads_normed or _children(layer.self_attn) == ATTENTION)
         and (_children(layer.mlp) == MLP or is_mixture(layer.mlp))
@@ -58,7 +61,7 @@ def _is_known_layer(layer: nn.Module) -> bool:
 
 def is_mixture(mlp: nn.Module) -> bool:
     """Softmax over experts, of which the most likely ones are gated MLPs in two stacked tensors."""
-    if _children(mlp) != {"gate", "experts"}:
+    if _children(mlp) != {"gate", "experts"} or mlp._parameters or mlp._buffers:
         return False
     router, experts = mlp.gate, mlp.experts
     return (
