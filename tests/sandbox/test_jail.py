@@ -12,8 +12,6 @@ from trimtab.sandbox.jail import Isolation, JailedProgram, ProgramLimits, isolat
 LIMITED = Isolation(namespaces=False, landlock=isolation().landlock or 7)
 PYTHONS = [path for path in (jail.PYTHON, "/usr/bin/python3") if not path.startswith("/root") and Path(path).exists()]
 EVERYBODYS = PYTHONS[0] if PYTHONS else None
-    (p for p in (jail.PYTHON, "/usr/bin/python3") if not p.startswith("/root") and Path(p).exists()), None
-)
 WAYS = [
     pytest.param(Isolation(namespaces=True), marks=pytest.mark.skipif(not isolation().namespaces, reason="none here")),
     pytest.param(
