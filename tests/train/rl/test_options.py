@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
+from tests.command import run as command
 from tests.train.job_run import write_model, write_rows
 from tests.train.rl.rl_run import arguments, rows, weights, without, write_task
 
@@ -40,6 +41,31 @@ def test_another_objective_learns_something_else(folder, plain, tmp_path, words)
     found = run(folder, tmp_path, words)
     assert found[1]["reward"] == rows(plain)[1]["reward"], "the first answers are the same"
     assert any(not torch.equal(w, weights(plain)[name]) for name, w in weights(tmp_path).items())
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (
+            "--policy_loss_type sap",
+            "--policy_loss_type is sap: it must be one of ppo, gspo, cispo, sapo, gmpo, clip_cov",
+        ),
+        ("--policy_loss_type sapo --sapo_temperatures 1 0", "--sapo_temperatures has 0: each must be above 0"),
+        (
+            "--policy_loss_type clip_cov --clip_cov_range 5 1",
+            "--clip_cov_range 5 1: the first must be below the second",
+        ),
+        ("--policy_loss_type kl_cov --cov_ratio 2", "--cov_ratio is 2: it must be above 0 and at most 1"),
+        ("--policy_loss_type gmpo --dual_clip 3", "--dual_clip belongs to --policy_loss_type ppo, not gmpo: drop it"),
+        (
+            "--entropy_target 1 --entropy_loss_coef 2",
+            "--entropy_loss_coef 2 is more than --entropy_coef_max 1: lower it",
+        ),
+        ("--entropy_target 0", "--entropy_target is 0: it must be above 0"),
+    ],
+)
+def test_wrong_words_of_losses_and_entropy(folder, tmp_path, capsys, words, expected):
+    assert expected in command(capsys, " ".join(arguments(folder, tmp_path, "grpo")), *words.split()).mistake
 
 
 @pytest.mark.short(1)

@@ -24,9 +24,13 @@ STOPPED += [(4, "evaluate", 0), (0, "sample", 0)]
 
 @pytest.mark.short(1)
 @pytest.mark.parametrize("moment", DURING, ids=str)
-@pytest.mark.parametrize("estimator", ["ppo", "muon", pytest.param("lora", marks=pytest.mark.long)])
+@pytest.mark.parametrize("estimator", ["ppo", pytest.param("lora", marks=pytest.mark.long)])
 def test_killed_and_resumed_equals_uninterrupted(tasks, finished, tmp_path, estimator, moment):
     check_killed(tasks, finished, tmp_path, estimator, moment)
+
+
+def test_killed_and_resumed_with_muon_and_an_average_equals_uninterrupted(tasks, finished, tmp_path):
+    check_killed(tasks, finished, tmp_path, "muon", (3, "update", 1))
 
 
 @pytest.mark.long
