@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.samples import spans_of
+from trimtab.models import attention
 from trimtab.models.attention import PackedPass, PackedRow, UnsupportedAttention, packed_attention, window_mask
 
 
@@ -95,3 +96,30 @@ def test_attention_of_sequences_of_any_length_needs_no_dense_blocks():
     query, key, value = (x.to("meta", torch.bfloat16) for x in tensors(8))
     assert row.attend(query, key, value, {}).shape == (1, 8, 4, 8)
     assert "dense" not in vars(row)
+
+
+def test_sinks_after_attention_without_them_give_the_values_and_gradients_of_attention_with_them():
+    """As on a GPU, where flash attention knows no sinks; here by torch's flash attention for CPUs."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn(1, 3, 9, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    sinks = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
+    given = [x.clone().requires_grad_() for x in (query, key, value, sinks)]
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    scores = (given[0] @ given[1].transpose(2, 3) * 0.3).masked_fill(~seen, float("-inf"))
+    scores = torch.cat([scores, given[3][None, :, None, None].expand(1, 3, 9, 1)], -1)
+    expected = scores.softmax(-1)[..., :9] @ given[2]
+    slopes = torch.autograd.grad(expected, given, grad)
+
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    plain, sums = flash(query, key, value, 0.0, True, scale=0.3)
+    out, with_them = attention.with_sinks(plain[0].transpose(0, 1), sums[0], sinks)
+    torch.testing.assert_close(out.transpose(0, 1)[None], expected.detach(), atol=1e-6, rtol=1e-6)
+    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    backs = back(
+        grad, query, key, value, out.transpose(0, 1)[None].contiguous(), with_them[None].to(sums.dtype), 0.0, True,
+        scale=0.3,
+    )  # fmt: skip
+    for found, slope in zip(backs, slopes):
+        torch.testing.assert_close(found, slope, atol=1e-6, rtol=1e-5)
+    of_sinks = attention.gradient_of_sinks(grad[0].transpose(0, 1), out, with_them, sinks)
+    torch.testing.assert_close(of_sinks, slopes[3], atol=1e-5, rtol=1e-5)

@@ -6,7 +6,7 @@ layer's window or chunk: under our name, transformers' mask functions return tha
 (`window_mask`), so every layer gets its window whichever way its model family sets it.
 
 Two kernels give the same numbers:
-- torch's variable-length flash attention, if the device has it: in half precision, without soft cap, sinks and chunks;
+- torch's variable-length flash attention, if the device has it: in half precision, without soft cap and chunks;
 - dense blocks: sequences of similar length are gathered into a right-padded block for SDPA with the causal flag.
   Padding comes after all real tokens, so causality alone excludes it; no mask is built.
 
@@ -21,7 +21,7 @@ again in the backward pass, which has its own threads. A model keeps its row unt
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -262,8 +262,9 @@ class PackedRow:
         assert query.shape[2] == self.tokens
         layer = LayerAttention.of(arguments, query, self.longest)
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [T, heads, D]
-        if varlen_applies(query, value, layer):
-            return attend_varlen(q, k, v, self, layer.scale, layer.window, fused=arguments.get("fused", False))[None]
+        if varlen_applies(query, value, replace(layer, sinks=None)):
+            own = {"sinks": layer.sinks, "fused": arguments.get("fused", False)}
+            return attend_varlen(q, k, v, self, layer.scale, layer.window, **own)[None]
         return self.attend_dense(q, k, v, layer)[None]
 
     def attend_dense(self, query: Tensor, key: Tensor, value: Tensor, layer: LayerAttention) -> Tensor:
@@ -352,19 +353,25 @@ def attend_varlen(
     scale: float,
     window: int | None,
     *,
+    sinks: Tensor | None = None,
     fused: bool = False,
 ) -> Tensor:
     """Causal attention of concatenated sequences; returns [tokens, heads, D]. `fused`: by the kernel of fused
     layers."""
     if sequences.key_rows is not None:
         key, value = (x.index_select(0, sequences.key_rows) for x in (key, value))
-    if fused:
-        starts = sequences.query_starts, sequences.key_starts
-        return _AttendRows.apply(query, key, value, *starts, sequences.longest, scale, window)
-    # With fewer queries than keys the last ones are aligned, so own tokens see the shared prefix. The operator is
-    # called directly, because torch's wrapper in some versions needs keys repeated for every query head.
-    out, *_ = torch.ops.aten._flash_attention_forward(
-        *(query, key, value, sequences.query_starts, sequences.key_starts, sequences.longest, sequences.longest),
+    places = sequences.query_starts, sequences.key_starts, sequences.longest
+    if fused or sinks is not None:
+        return _AttendRows.apply(query, key, value, sinks, *places, scale, window, fused)
+    return _flash(query, key, value, *places, scale, window)[0]
+
+
+def _flash(query, key, value, query_starts, key_starts, longest, scale, window) -> tuple[Tensor, Tensor]:
+    """Attention and log-sum-exp [heads, tokens]. With fewer queries than keys the last ones are aligned, so own tokens
+    see the shared prefix. The operator is called directly, because torch's wrapper in some versions needs keys repeated
+    for every query head."""
+    out, sums, *_ = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, query_starts, key_starts, longest, longest),
         dropout_p=0.0,
         is_causal=True,
         return_debug_mask=False,
@@ -372,27 +379,33 @@ def attend_varlen(
         window_size_left=window - 1 if window else -1,
         window_size_right=0,
     )
-    return out
+    return out, sums
 
 
 class _AttendRows(torch.autograd.Function):
-    """Our forward pass, which the engine can repeat token by token bit for bit, and torch's flash backward pass."""
+    """Attention by torch's flash kernels with sinks, or by our forward pass, which the engine can repeat token by token
+    bit for bit."""
 
     @staticmethod
-    def forward(ctx, query, key, value, query_starts, key_starts, longest, scale, window):
-        from trimtab.models.layer_kernels import attend_rows
-
-        learns = any(ctx.needs_input_grad[:3])
+    def forward(ctx, query, key, value, sinks, query_starts, key_starts, longest, scale, window, fused):
+        learns = any(ctx.needs_input_grad)
         given = query, key, value, query_starts, key_starts
-        out, sums = attend_rows(*given, longest, scale, window, learns=learns)
+        if fused:
+            from trimtab.models.layer_kernels import attend_rows
+
+            out, sums = attend_rows(*given, longest, scale, window, learns=learns or sinks is not None)
+        else:
+            out, sums = _flash(*given, longest, scale, window)
+        if sinks is not None:
+            out, sums = with_sinks(out, sums, sinks)
         if learns:
-            ctx.save_for_backward(*given, out, sums)
+            ctx.save_for_backward(*given, sinks, out, sums)
         ctx.settings = longest, scale, window
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, query_starts, key_starts, out, sums = ctx.saved_tensors
+        query, key, value, query_starts, key_starts, sinks, out, sums = ctx.saved_tensors
         longest, scale, window = ctx.settings
         nothing = torch.empty(0, device=grad.device)  # about dropout
         backs = torch.ops.aten._flash_attention_backward(
@@ -405,7 +418,26 @@ class _AttendRows(torch.autograd.Function):
             window_size_left=window - 1 if window else -1,
             window_size_right=0,
         )
-        return *backs, None, None, None, None, None
+        back_of_sinks = None if sinks is None else gradient_of_sinks(grad, out, sums, sinks)
+        return *backs, back_of_sinks, *(None,) * 6
+
+
+def with_sinks(out_THD: Tensor, sums_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention and log-sum-exp with one more key in every head, of score s and value 0, from those without:
+
+        out' = sigmoid(lse - s) out,     lse' = log(e^lse + e^s)
+
+    A backward pass that is given these two computes the right gradients of queries, keys and values."""
+    sinks_H1 = sinks_H.float()[:, None]
+    share_TH = torch.sigmoid(sums_HT - sinks_H1).t()
+    return (out_THD * share_TH[..., None]).to(out_THD.dtype), torch.logaddexp(sums_HT, sinks_H1)
+
+
+def gradient_of_sinks(grad_THD: Tensor, out_THD: Tensor, sums_HT: Tensor, sinks_H: Tensor) -> Tensor:
+    """From the output and log-sum-exp with sinks."""
+    pulled_TH = (grad_THD.float() * out_THD.float()).sum(-1)
+    shares_HT = torch.exp(sinks_H.float()[:, None] - sums_HT)
+    return -(shares_HT * pulled_TH.t()).sum(1).to(sinks_H.dtype)
 
 
 # ---- dense blocks
