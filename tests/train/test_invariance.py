@@ -210,7 +210,7 @@ def test_every_parameter_moves_and_the_model_beside_does_not(tmp_path, name, fam
     frozen, moved = frozen_parameters(run), moved_since(run)
     frozen_before = [p.detach().clone() for p in frozen]
     row = run.train_step(NoStop())
-    assert ("aux_loss" in row) == bool(more)
+    assert ("aux_loss" in row) == ("expert_max_load" in row) == bool(more)
     assert moved() == {n for n, _ in run.model.named_parameters()}
     assert (len(frozen) > 0) == (name in ("dpo", "kto", "kd"))
     assert all(torch.equal(p, old) and not p.requires_grad for p, old in zip(frozen, frozen_before))

@@ -34,17 +34,10 @@ from trimtab.errors import UserError
 from trimtab.interrupts import unheard_by_children
 from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import PackedPass, carried
-from trimtab.models.fused_layer import (
-    FusedLayer,
-    FusedNorm,
-    is_llama_like,
-    lora_linear,
-    modules_of_layers,
-    recorded_routes,
-    replayed_routes,
-)
+from trimtab.models.fused_layer import FusedLayer, FusedNorm, is_llama_like, lora_linear, modules_of_layers
 from trimtab.models.packed import PackedModel, backbone_of, has_dropout, learned_positions, scoring
 from trimtab.models.reward import RewardOutput
+from trimtab.models.routing import recorded_routes, replayed_routes
 from trimtab.models.selfcheck import probe_batch
 
 COMPILER: dict[str, Any] = {"options": {"deterministic": True}}

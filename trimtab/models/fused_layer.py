@@ -11,7 +11,6 @@ faster and wrong: in half precision a weight does not change by less than half o
 steps change B by less.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -378,34 +377,9 @@ def apply_experts(mlp: nn.Module, x_TD: Tensor) -> Tensor:
     replayed: Iterator[Tensor] | None = vars(router).get("replayed")
     given = None if replayed is None else next(replayed)
     weights, chosen = Route.apply(logits, router.top_k, normed, dtype, given)
+    for hook in experts._forward_pre_hooks.values():  # such as one that counts tokens (routing.py)
+        hook(experts, (x_TD, chosen, weights), {})
     return Experts.apply(x_TD, weights, chosen, experts.gate_up_proj, experts.down_proj)
-
-
-@contextlib.contextmanager
-def recorded_routes(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor]]]:
-    """Record the experts that the routers' modules choose, call by call. Two experts are often equally likely in bf16,
-    so two correct layers may choose differently."""
-    found: dict[nn.Module, list[Tensor]] = {mlp.gate: [] for mlp in model.modules() if is_mixture(mlp)}
-    hooks = [
-        router.register_forward_hook(lambda module, _, out: found[module].append(out[2].detach())) for router in found
-    ]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextlib.contextmanager
-def replayed_routes(found: dict[nn.Module, list[Tensor]]) -> Iterator[None]:
-    """Let fused layers choose the recorded experts, call by call."""
-    for router, choices in found.items():
-        router.replayed = iter(choices)
-    try:
-        yield
-    finally:
-        for router in found:
-            del router.replayed
 
 
 class Route(torch.autograd.Function):

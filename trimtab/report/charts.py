@@ -548,7 +548,11 @@ OBJECTIVES: dict[str, tuple[Panel, ...]] = {
         Panel("Distance to the teacher", {"distance": "distance"}, better=-1),
     ),
 }
-EXPERTS = Panel("Balance of the experts", {"aux_loss": "auxiliary loss"}, "1: evenly used")
+EXPERTS = Panel(
+    "Balance of the experts",
+    {"aux_loss": "auxiliary loss", "expert_max_load": "busiest expert"},
+    "1: evenly used",
+)
 PACE = (
     Panel("Learning rate", {"learning_rate": "learning rate"}),
     Panel("Gradient norm", {"grad_norm": "gradient norm"}, "before clipping"),

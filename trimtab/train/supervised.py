@@ -35,6 +35,7 @@ from trimtab.interrupts import StopRequest
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.parallel.sharded_model import check_parallel_options, mesh_of
 from trimtab.models.pretrained import check_model_folder
+from trimtab.models.routing import counted_experts
 from trimtab.models.save import save_model
 from trimtab.plan.workload import RowShape, Work
 from trimtab.train.alarms import diverged_line, not_finite_line, resume_line
@@ -283,14 +284,15 @@ class SupervisedRun:
             batches = self.make_batches(self.task.cut(self.task.store, samples))
             totals = self.totals(batches)
             self.task.prepare(self.model, batches)
-            figures = accumulate(
-                self.model,
-                self.mesh,
-                until_stopped(),
-                len(batches),
-                lambda batch: self.task.loss(self.model, batch, totals),
-            )
-            return self.mesh.data.add_up(figures), totals, len(batches)
+            with counted_experts(self.model) as load:
+                figures = accumulate(
+                    self.model,
+                    self.mesh,
+                    until_stopped(),
+                    len(batches),
+                    lambda batch: self.task.loss(self.model, batch, totals),
+                )
+            return self.mesh.data.add_up(figures | load.figures(self.mesh.data)), totals, len(batches)
 
     def shrink(self, samples: list[int], why: str, *, evaluation: bool = False) -> None:
         """Halve the micro-batch limit after out-of-memory on these samples, or end the run if it cannot be halved."""

@@ -44,8 +44,9 @@ from torch import nn
 
 from trimtab.distributed.device import has_kernels
 from trimtab.models.compile import off_by
-from trimtab.models.fused_layer import is_llama_like, recorded_routes, replayed_routes
+from trimtab.models.fused_layer import is_llama_like
 from trimtab.models.pretrained import first_line
+from trimtab.models.routing import recorded_routes, replayed_routes
 from trimtab.rollout.builtin.fused_layers import FusedLayers, precompile
 
 _LOOKED_AT = 16  # numbers of every tensor

@@ -29,6 +29,7 @@ from trimtab.models.lora import adapters_off
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy, TeacherHead
 from trimtab.models.reward import Critic
+from trimtab.models.routing import counted_experts
 from trimtab.models.save import save_model
 from trimtab.models.weight_export import WeightExport
 from trimtab.rewards.models import ModelReward, ProcessReward
@@ -131,9 +132,10 @@ class Trainer(ModelRole):
             return self.share(batch.to(self.device.torch), totals, **settings)
 
         with memory_guard(undo_step(self.optimizer)):
-            figures = accumulate(self.model, self.mesh, batches_of(slices), count, share)
+            with counted_experts(self.model) as load:
+                figures = accumulate(self.model, self.mesh, batches_of(slices), count, share)
             self.gather_gradients()
-            found = self.mesh.data.add_up(figures)
+            found = self.mesh.data.add_up(figures | load.figures(self.mesh.data))
         report = self.optimizer.step(step, finite=math.isfinite(found["loss"]))
         found["learning_rate"] = self.optimizer.rate(step)
         return found | {"grad_norm": report.grad_norm, "applied": float(report.applied)}
