@@ -211,11 +211,14 @@ class ProcessMemory:
         slots = min(options.rollout_slots, prompts * options.n_samples_per_prompt)
         engine, parts = actor.engine_memory(options.rollout_kv_tokens), self.gathered_to_answer()
         free = max(0, self.hardware.memory - Memory(0, [*self.state, *parts]).during("rollout"))
-        size = engine.keys_and_values(slots, rows.longest, free) if free else 0
+        states = slots * engine.state_bytes
+        size = engine.keys_and_values(slots, rows.longest, max(0, free - states)) if free else 0
         # The engine frees its KV cache between rollouts if it is larger than the remaining memory.
         phases = PHASES if size <= free - size else ("rollout",)
         read = actor.scoring_bytes(max(1, min(engine.max_num_batched_tokens, prompts * rows.prompt)))
         parts.append(Part("a pass over prompts, or sampling tokens", max(read, self._sampling(slots)), ("rollout",)))
+        if states:  # of the prompts, too, for a moment; joined and split again in every chunk
+            parts.append(Part(f"states of {slots:,} sequences", 2 * states, ("rollout",)))
         if engine.token_bytes:  # some models cache no keys
             parts.append(Part(f"keys and values of {size // engine.token_bytes:,} tokens", size, phases))
             slots = min(slots, size // (rows.longest * engine.token_bytes))

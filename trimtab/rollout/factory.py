@@ -53,6 +53,11 @@ class EngineMemory:
         """Keys and values of one token."""
         return self._memory.shape.token_bytes
 
+    @property
+    def state_bytes(self) -> int:
+        """States of recurrent layers of one sequence."""
+        return self._memory.shape.state_bytes
+
     def keys_and_values(self, samples: int, longest: int, free: int) -> int:
         """Bytes of the KV cache for this many sequences of at most `longest` tokens, if `free` bytes are free."""
         return self._memory.pages(samples, longest, free) * self._memory.page_bytes

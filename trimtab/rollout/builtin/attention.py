@@ -30,7 +30,7 @@ from trimtab.models.attention import (
 )
 from trimtab.models.recurrent import Run
 from trimtab.rollout.builtin.kv_cache import KVCache
-from trimtab.rollout.builtin.state_cache import DecodeStates, PrefillStates
+from trimtab.rollout.builtin.state_cache import DecodeStates, PrefillStates, empty_cache
 
 MOST_TOGETHER = 2**16  # tokens whose keys and values are copied at once, unless one sequence has more
 
@@ -286,13 +286,14 @@ class AttentionProbe:
 
     is_begun = True
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any):
+        self.states = empty_cache(config)
         self.calls: list[tuple[tuple[int, int, int], Arguments]] = []
         """For each call: the shape of a token's KV (heads, key width, value width), and its arguments."""
         self.dtype = torch.float32
 
     def mix(self, module: nn.Module, run: Run, hidden: Tensor) -> Tensor:
-        return run(hidden, None)
+        return run(hidden, self.states)
 
     def store_and_attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
         self.calls.append(((key.shape[1], key.shape[-1], value.shape[-1]), arguments))

@@ -13,12 +13,14 @@ from trimtab.rollout.builtin.prefix_cache import BlockPool, PrefixCache
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the model's attention keeps of a token."""
+    """What the model's attention keeps of a token, and its recurrent layers of a sequence."""
 
     calls: tuple[tuple[int, int, int], ...]
     """Heads, width of keys and width of values of each attention call of a forward pass. Layers may differ, and a model
     may run a layer more than once."""
     dtype: torch.dtype
+    state_bytes: int = 0
+    """States of the recurrent layers, whatever the sequence's length."""
 
     @property
     def token_bytes(self) -> int:
@@ -119,7 +121,7 @@ class KVCacheManager:
         if self._cache is not None and self._wanted < wanted and self._cache.pages < self._enough(wanted):
             self._enlarge(self._cache, wanted, free_memory(device))
         if self._cache is None:
-            pages = self.pages(samples, longest, free_memory(device))
+            pages = self.pages(samples, longest, free_memory(device) - samples * self.shape.state_bytes)
             self._cache, pool = KVCache(self.shape, pages, self.page_size, device), BlockPool(pages, self.page_size)
             self._pages = pool, PrefixCache(pool, MIN_PREFIX_HIT if has_kernels(device) else 0)
         self._wanted = max(self._wanted, wanted)

@@ -32,7 +32,7 @@ from trimtab.rollout.builtin.attention import (
     register,
 )
 from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
-from trimtab.rollout.builtin.state_cache import DecodeStates, PrefillStates, States
+from trimtab.rollout.builtin.state_cache import DecodeStates, PrefillStates, States, state_bytes
 
 if TYPE_CHECKING:
     from trimtab.rollout.builtin.kernels.decode_step import DecodeInputs
@@ -116,12 +116,13 @@ class ModelRunner:
         configurations name them differently."""
         if policy.path != "packed":  # it caches nothing
             return KVShape((), next(policy.parameters()).dtype), []
-        attention = AttentionProbe()
+        attention = AttentionProbe(policy.config)
         with generating(policy, attention):
             one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
             backbone_of(policy.inner)(input_ids=one, attention_mask=unpadded(one), position_ids=one, use_cache=False)
         shapes = tuple(shape for shape, _ in attention.calls)
-        return KVShape(shapes, attention.dtype), [arguments for _, arguments in attention.calls]
+        states = state_bytes(attention.states)
+        return KVShape(shapes, attention.dtype, states), [arguments for _, arguments in attention.calls]
 
     def __enter__(self) -> "ModelRunner":
         self.attention = CachedAttention(self.cache)

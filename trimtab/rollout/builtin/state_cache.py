@@ -20,8 +20,16 @@ States = dict[int, Any]
 """Of one sequence or of a batch, by layer: conv_states and recurrent_states, each by number, or None."""
 
 
+KINDS = ("conv_states", "recurrent_states")
+
+
 def empty_cache(config: Any) -> DynamicCache:
     return DynamicCache(config=config.get_text_config())
+
+
+def state_bytes(cache: DynamicCache) -> int:
+    states = [getattr(layer, name, {}) for layer in cache.layers for name in KINDS]
+    return sum(state.nbytes for own in states for state in own.values() if state is not None)
 
 
 @dataclass
@@ -93,7 +101,7 @@ def split_states(cache: DynamicCache, count: int) -> list[States]:
 def _with_states(like: Any, layers: list[Any], join: Any) -> Any:
     """A copy of a cache layer with these states."""
     made = copy.copy(like)
-    for name in ("conv_states", "recurrent_states"):
+    for name in KINDS:
         states = getattr(like, name)
         joined = {
             i: None if state is None else join([getattr(layer, name)[i] for layer in layers])
