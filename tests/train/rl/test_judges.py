@@ -87,10 +87,9 @@ def reward_func(queries, prompts, labels):
 """
 
 
-@pytest.mark.parametrize("more", ["", pytest.param("--async_train", marks=pytest.mark.long)])
-def test_functions_leave_groups_out_only_where_they_may(folder, tmp_path, capsys, more):
+def test_functions_leave_groups_out_only_where_they_may(folder, tmp_path, capsys):
     (tmp_path / "flaky.py").write_text(FLAKY)
-    words = without(arguments(folder, tmp_path / "out", "grpo", more), "--reward_verifier", *EVALUATION)
+    words = without(arguments(folder, tmp_path / "out", "grpo"), "--reward_verifier", *EVALUATION)
     words += ["--reward_func", str(tmp_path / "flaky.py"), "--max_steps", "2"]
     assert main(words) == 1
     assert "eleven" in capsys.readouterr().err
