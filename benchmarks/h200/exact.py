@@ -13,6 +13,7 @@ and of the model's own modules.
 """
 
 import argparse
+import contextlib
 import copy
 
 import numpy as np
@@ -33,6 +34,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.models.compile import fuse_layers
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
+from trimtab.models.routing import recorded_routes, replayed_routes, routers_of
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
@@ -140,7 +142,7 @@ def measure(bench: Bench, words: str) -> None:
 
 
 def measure_gradients(bench: Bench, name: str) -> None:
-    rng, found = np.random.default_rng(0), {}
+    rng, found, chosen = np.random.default_rng(0), {}, []
     model = model_of(name, bench.device)
     ids = [rng.integers(3, model.config.vocab_size, length) for length in (900, 700, 400, 48)]
     batch = TokenBatch.of([(own, np.arange(len(own)) > 8) for own in ids]).to(bench.device)
@@ -150,7 +152,11 @@ def measure_gradients(bench: Bench, name: str) -> None:
         choose_path(policy)
         if kind == "fused" and (problem := fuse_layers(policy, bench.device)):
             bench.say(f"{name}: {problem}")
-        (-policy(batch).log_probs_N.mean()).backward()
+        # All take the experts of fp32: a token that is routed elsewhere would hide what rounding does.
+        replayed = replayed_routes(dict(zip(routers_of(own), chosen)))
+        with recorded_routes(own) as routes, replayed if chosen else contextlib.nullcontext():
+            (-policy(batch).log_probs_N.mean()).backward()
+        chosen = chosen or list(routes.values())
         found[kind] = {key: weight.grad for key, weight in own.named_parameters()}
     squares: dict[str, list[float]] = {}
     for key, true in found["fp32"].items():

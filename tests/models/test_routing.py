@@ -6,7 +6,7 @@ from tests.samples import batch_of
 from tests.tiny import tiny_model
 from trimtab.distributed.process_group import Peers
 from trimtab.models.policy import Policy
-from trimtab.models.routing import counted_experts
+from trimtab.models.routing import counted_experts, recorded_routes, replayed_routes, routers_of
 from trimtab.models.selfcheck import choose_path
 
 
@@ -33,3 +33,24 @@ def test_models_without_experts_have_no_loads():
     with counted_experts(policy) as load:
         policy(batch_of([9, 4]))
     assert load.figures(Peers()) == {}
+
+
+def test_replayed_experts_have_the_weights_of_the_model_that_replays():
+    policies = [Policy(tiny_model(family, seed=seed)) for family in ("mixtral", "qwen3_moe") for seed in (0, 1)]
+    for policy in policies:
+        choose_path(policy)
+    for one, other in zip(policies[::2], policies[1::2]):
+        batch = batch_of([9, 4])
+        with recorded_routes(one.inner) as routes:
+            plain = one(batch).log_probs_N
+        with replayed_routes(routes):
+            again = one(batch).log_probs_N
+        torch.testing.assert_close(again, plain, atol=1e-6, rtol=1e-6)
+        own = other(batch).log_probs_N
+        with (
+            replayed_routes(dict(zip(routers_of(other.inner), routes.values()))),
+            recorded_routes(other.inner) as taken,
+        ):
+            replayed = other(batch).log_probs_N
+        assert not torch.allclose(replayed, own)
+        assert all(torch.equal(found[0], given[router][0]) for router, found in taken.items())

@@ -65,11 +65,20 @@ def _takes_choices(kind: type[nn.Module]) -> bool:
 # ---- recorded choices
 
 
+Routes = dict[nn.Module, list[Tensor]]
+"""Experts that each router chose, call by call [T, K]."""
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """Of mixtures that fused layers know."""
+    return [mlp.gate for mlp in model.modules() if is_mixture(mlp)]
+
+
 @contextlib.contextmanager
-def recorded_routes(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor]]]:
-    """Record the experts that the routers' modules choose, call by call. Two experts are often equally likely in bf16,
-    so two correct layers may choose differently."""
-    found: dict[nn.Module, list[Tensor]] = {mlp.gate: [] for mlp in model.modules() if is_mixture(mlp)}
+def recorded_routes(model: nn.Module) -> Iterator[Routes]:
+    """Record the experts that the routers' modules choose. Two experts are often equally likely in bf16, so two correct
+    layers may choose differently."""
+    found: Routes = {router: [] for router in routers_of(model)}
     hooks = [
         router.register_forward_hook(lambda module, _, out: found[module].append(out[2].detach())) for router in found
     ]
@@ -81,12 +90,23 @@ def recorded_routes(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor]]]
 
 
 @contextlib.contextmanager
-def replayed_routes(found: dict[nn.Module, list[Tensor]]) -> Iterator[None]:
-    """Let fused layers choose the recorded experts, call by call."""
+def replayed_routes(found: Routes) -> Iterator[None]:
+    """Let modules or fused layers choose the recorded experts, with their own weights."""
     for router, choices in found.items():
         router.replayed = iter(choices)
+    hooks = [router.register_forward_hook(_replay) for router in found]
     try:
         yield
     finally:
-        for router in found:
+        for router, hook in zip(found, hooks):
+            hook.remove()
             del router.replayed
+
+
+def _replay(router: nn.Module, _: tuple, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    logits_TE, weights_TK, _ = out
+    chosen_TK = next(router.replayed)
+    shares_TK = logits_TE.float().softmax(-1).gather(1, chosen_TK.long())
+    if getattr(router, "norm_topk_prob", True):
+        shares_TK = shares_TK / shares_TK.sum(1, keepdim=True)
+    return logits_TE, shares_TK.to(weights_TK.dtype), chosen_TK
