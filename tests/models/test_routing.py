@@ -47,10 +47,8 @@ def test_replayed_experts_have_the_weights_of_the_model_that_replays():
             again = one(batch).log_probs_N
         torch.testing.assert_close(again, plain, atol=1e-6, rtol=1e-6)
         own = other(batch).log_probs_N
-        with (
-            replayed_routes(dict(zip(routers_of(other.inner), routes.values()))),
-            recorded_routes(other.inner) as taken,
-        ):
+        given = dict(zip(routers_of(other.inner), routes.values()))
+        with replayed_routes(given), recorded_routes(other.inner) as taken:
             replayed = other(batch).log_probs_N
         assert not torch.allclose(replayed, own)
         assert all(torch.equal(found[0], given[router][0]) for router, found in taken.items())
