@@ -19,7 +19,9 @@ EXTRA |= {verb: ["--dry_run"] for verb in ("serve", "serve-rm")}  # else they wo
 
 OF_PLAN = ("on", "device_memory", "nodes", "gpus", "network")  # its own words
 OF_WATCH = ("page",)
+OF_PUSH = ("public",)
 OF_OTHERS = ("devices", "logdir", "host", "nproc_per_node")  # Paddle's launcher, VisualDL, torchrun
+OF_OTHERS += ("model_args", "tasks")  # lm-evaluation-harness
 LEFT_BY = {  # page: what its commands must have made
     "sft": ["my-adapter/adapter_config.json", "my-model/report.html"],
     "reward_model": ["my-reward-model/rewards.json", "my-merged-reward-model/config.json"],
@@ -99,7 +101,7 @@ def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):
 def test_every_option_a_page_names_exists_and_every_link_leads_somewhere(page):
     text = (DOCS / f"{page}.md").read_text()
     unknown = {name for name in re.findall(r"--(\w+)", text) if not any(find(job, name) for job in EVERY_JOB)}
-    assert not unknown - {"help", "module", "model", *OF_PLAN, *OF_WATCH, *OF_OTHERS}
+    assert not unknown - {"help", "module", "model", *OF_PLAN, *OF_WATCH, *OF_PUSH, *OF_OTHERS}
     for target in re.findall(r"\]\(([\w./]+)[)#]", text):
         assert (DOCS / target).exists(), target
 

@@ -38,7 +38,7 @@ def policy_loss_term(
     options: RLOptions,
     *,
     kl_coefficient: float,
-    entropy_coefficient: float = 0.0,
+    entropy_coefficient: float | None = None,
     teacher_head: TeacherHead | None = None,
 ) -> LossTerm:
     """The policy loss of a micro-batch.
@@ -91,7 +91,7 @@ def policy_loss_term(
         kl_N=kl_N,
         kl_coefficient=kl_coefficient,
         entropy_N=out.entropy_N if options.measures_entropy else None,
-        entropy_coefficient=entropy_coefficient,
+        entropy_coefficient=options.entropy_loss_coef or 0.0 if entropy_coefficient is None else entropy_coefficient,
     )
     figures |= terms
     if out.divergence_N is not None:
