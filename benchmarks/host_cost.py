@@ -226,7 +226,7 @@ def one_by_one(rollouts: list[Trajectory], questions: PromptBatch, size: int, to
         own = rollouts[place * size : (place + 1) * size]
         alone = [dataclasses.replace(rollout, prompt=0) for rollout in own]
         judging.submit(place, questions.take(place), alone)
-            kept += judging.take()[0]
+        kept += judging.take()[0]
     Experience.joined([finished.experience for finished in kept])
     judging.close()
 
