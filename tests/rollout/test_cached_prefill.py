@@ -40,7 +40,7 @@ def calls(monkeypatch):
     """Of variable-length attention."""
     found = []
 
-    def attend(*arguments, fused=False):
+    def attend(*arguments, sinks=None, fused=False):
         found.append(arguments[3])
         return by_definition(*arguments)
 
