@@ -9,7 +9,7 @@ from tests.rollout.answers import converse
 from tests.rollout.test_builtin_engine import policy_of, prompts
 from trimtab.models import attention as packed
 from trimtab.rollout.builtin import attention, cuda_graphs
-from trimtab.rollout.builtin import engine as engine_module
+from trimtab.rollout.builtin import prefill as prefill_module
 from trimtab.rollout.builtin.cuda_graphs import PrefillGraphs, PrefillSize
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kv_cache import KVCache
@@ -186,7 +186,7 @@ def test_kept_prompts_are_read_in_groups_whose_keys_fit(calls, monkeypatch):
     recorded = PrefillGraphs()
     follow = lambda self, cache, fused: setattr(self, "prefills", recorded)  # noqa: E731
     monkeypatch.setattr(cuda_graphs.GraphCache, "follow", follow)
-    monkeypatch.setattr(engine_module, "MOST_TOGETHER", 100)
+    monkeypatch.setattr(prefill_module, "MOST_TOGETHER", 100)
     monkeypatch.setattr(cuda_graphs, "capture_graph", lambda work, pool: pytest.fail("nothing comes back here"))
     policy, asked, sizes = policy_of(), prompts((33, 33, 33, 33)), []
     sampling = SamplingParams(max_new_tokens=1, temperature=0)

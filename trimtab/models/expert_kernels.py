@@ -93,9 +93,9 @@ def _silu(x):
     return x * tl.sigmoid(x)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _grouped_product(
-    x, weight, out, order, starts, rows, inner, x_row,
+    x, weight, out, order, starts, inner, x_row,
     EXPERTS: tl.constexpr, EXPERT_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, K: tl.constexpr,
     GATHERED: tl.constexpr, SCATTERED: tl.constexpr, GATED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
@@ -159,7 +159,7 @@ def grouped_product(
     step = min(step, max(LEAST_DOT, triton.next_power_of_2(inner)))
     tiles = slots // height + min(experts, slots)  # at most: each expert may have one that is not full
     _grouped_product[tiles, triton.cdiv(outputs, width)](
-        x, weight_EOI, out, order_S, starts_E, slots, inner, x.stride(0),
+        x, weight_EOI, out, order_S, starts_E, inner, x.stride(0),
         EXPERTS=experts, EXPERT_ROWS=triton.next_power_of_2(experts), OUTPUTS=outputs, K=k,
         GATHERED=gathered, SCATTERED=scattered, GATED=gated, BM=height, BN=width, BK=step,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,

@@ -15,7 +15,7 @@ from trimtab.data.batches import Span, TokenBatch
 from trimtab.distributed.device import widest
 from trimtab.errors import UserError
 from trimtab.models.attention import PackedRow, carry, unpadded
-from trimtab.models.lm_head import LogitShape, shaped_logits, whole_logits
+from trimtab.models.lm_head import shaped_logits, whole_logits
 from trimtab.models.packed import backbone_of
 from trimtab.models.policy import Policy
 from trimtab.models.recurrent import recurrent_modules
@@ -101,12 +101,15 @@ def generating(policy: Policy, attention: CachedAttention | AttentionProbe) -> I
 class ModelRunner:
     """A context manager: inside, the policy runs with the engine's attention."""
 
+    caches = True
+
     def __init__(self, policy: Policy, cache: KVCache, fused: "FusedLayers | None" = None):
         """`fused`: the policy's layers, if they are supported."""
         self.policy, self.cache = policy, cache
         self.fused = None if fused is None or fused.failed else fused
         self.device = policy.device
         self.recurrent = bool(recurrent_modules(policy.inner))
+        self.reads_whole = self.recurrent  # a prefill cannot continue from cached tokens
         self.states: Sequence[States | None] = []  # of the last prefill's sequences, if layers are recurrent
 
     @staticmethod
@@ -249,10 +252,12 @@ class RecomputeRunner(ModelRunner):
     """For models that take no packed rows: every step runs whole sequences again in padded rows, as the trainer does.
     Slow, but right for any model; nothing is cached."""
 
+    caches = False
+
     def __init__(self, policy: Policy, cache: KVCache, most: int):
         """`most`: tokens of a pass, with padding."""
         super().__init__(policy, cache)
-        self.most = most
+        self.most, self.reads_whole = most, True
 
     def __enter__(self) -> "RecomputeRunner":
         self._training = self.policy.training
@@ -263,28 +268,34 @@ class RecomputeRunner(ModelRunner):
         self.policy.train(self._training)
 
     def prefill(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
-        """The next token's logits [S, V] of (ids, not used, not used)."""
-        logits: dict[int, Tensor] = {}
+        return torch.cat(self._read(sequences, last=True))
+
+    def prefill_hidden(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
+        return torch.cat(self._read(sequences, last=False))
+
+    def _read(self, sequences: list[tuple[list[int], int, list[int]]], *, last: bool) -> list[Tensor]:
+        """Hidden states of each sequence, of all tokens or of the last; or logits, if the model gives nothing else."""
+        found: dict[int, Tensor] = {}
         left = sorted(range(len(sequences)), key=lambda i: -len(sequences[i][0]))
         while left:
             # A model's own logits have the width of the vocabulary for every token.
             rows = 1 if self.policy.path == "logits" else max(1, self.most // len(sequences[left[0]][0]))
             together, left = left[:rows], left[rows:]
-            logits |= zip(together, self._next_logits([sequences[i][0] for i in together]))
-        return torch.stack([logits[i] for i in range(len(sequences))])
-
-    def _next_logits(self, texts: list[list[int]]) -> Tensor:
-        policy = self.policy
-        batch = TokenBatch.of([(np.array(ids), np.ones(len(ids), dtype=bool)) for ids in texts]).to(policy.device)
-        last = [span.start + span.length - 1 for span in batch.spans]
-        if policy.path == "logits":
-            rows, logits = policy.own_logits(batch)
-            return shaped_logits(logits.flatten(0, 1)[rows.flat_T[last]], LogitShape(), 1.0)
-        hidden_TD, _ = policy.hidden(batch)
-        return shaped_logits(whole_logits(hidden_TD[last], policy.head), policy.logit_shape, 1.0)
+            texts = [np.array(sequences[i][0]) for i in together]
+            batch = TokenBatch.of([(ids, np.ones(len(ids), dtype=bool)) for ids in texts]).to(self.policy.device)
+            if self.policy.path == "logits":
+                places, logits = self.policy.own_logits(batch)
+                states_TX = logits.flatten(0, 1)[places.flat_T]
+            else:
+                states_TX, _ = self.policy.hidden(batch)
+            for i, span in zip(together, batch.spans):
+                end = span.start + span.length
+                found[i] = states_TX[end - 1 if last else span.start : end]
+        self.states = [None] * len(sequences)
+        return [found[i] for i in range(len(sequences))]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        return hidden_ND  # of `prefill`: they are the logits already
+        return hidden_ND.float() if self.policy.path == "logits" else super().logits(hidden_ND)
 
 
 # ---- which models have fused layers
