@@ -32,7 +32,9 @@ class Judge:
 
 
 @contextlib.contextmanager
-def judging(answer: Callable[[str], tuple[int, Any]] = score_digits, models: Any = "tiny-judge") -> Iterator[Judge]:
+def judging(
+    answer: Callable[[str], tuple[int, Any]] = score_digits, models: Any = "tiny-judge", **how: Any
+) -> Iterator[Judge]:
     """`answer`: status and reply to a question about this response; `models`: a name, or status and reply."""
     judge = Judge("")
 
@@ -47,6 +49,6 @@ def judging(answer: Callable[[str], tuple[int, Any]] = score_digits, models: Any
         found = RESPONSE.search(question)
         return answer(found.group(1) if found else question)
 
-    with answering(reply, with_request=True) as url:
+    with answering(reply, with_request=True, **how) as url:
         judge.url = url
         yield judge

@@ -11,9 +11,12 @@ import pytest
 
 from tests.rewards.hostile import KINDS, NOTHING_PASSES, programs
 from tests.rewards.samples import make_reward_request
-from trimtab.rewards.code_verifier import program_of, read_tests
+from trimtab.rewards import code_verifier
+from trimtab.rewards.code_verifier import program_of, read_tests, score_program
 from trimtab.rewards.types import BadSample
 from trimtab.rewards.verifiers import make_verifier
+from trimtab.sandbox import jail
+from trimtab.sandbox.jail import ProgramLimits
 
 ADD = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
 PAIRS = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2\n", "output": "4"}]
@@ -84,6 +87,45 @@ def test_calls_of_apps(verifier):
     assert score(verifier, ["def f(a, b): return a * b", "def f(a, b): return 2"], [label] * 2) == [1.0, 0.5]
 
 
+APPS = {"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [[2, 1], [[12, 1]]]}
+
+
+@pytest.mark.parametrize(
+    "program, share",
+    [
+        ("class Solution:\n    def f(self, a, b):\n        return [a * b, 1]", 1.0),
+        ("class Solution:\n    pass\ndef f(a, b): return (a * b, 1)", 1.0),
+        ("def f(a, b): return (2, 1)", 0.5),
+        ("class Solution:\n    def g(self, a, b):\n        return [a * b, 1]", 0.0),
+    ],
+)
+def test_calls_of_methods_and_results_that_are_tuples(verifier, program, share):
+    assert score(verifier, [program], [APPS]) == [share]
+
+
+def test_processor_seconds_are_for_a_test():
+    program = "def f():\n    import time\n    t = time.process_time()\n    while time.process_time() < t + 0.6: pass"
+    limits = ProgramLimits(processor_seconds=1)
+    assert score_program(program, read_tests(["assert f() is None"] * 3), limits) == 1.0
+
+
+def test_a_jail_that_cannot_be_built_is_no_score(monkeypatch):
+    tests, build, failures = read_tests(PAIRS[:1]), code_verifier.JailedProgram, [1]
+
+    def fails_first(*given, **how):
+        if failures:
+            failures.pop()
+            raise OSError("try again")
+        return build(*given, **how)
+
+    monkeypatch.setattr(code_verifier, "JailedProgram", fails_first)
+    assert score_program("print(3)", tests) == 1.0
+    monkeypatch.setattr(jail, "PYTHON", "/no/such/python")
+    for found in (tests, read_tests(ADD)):
+        with pytest.raises(OSError, match="no jail"):
+            score_program("print(3)", found)
+
+
 def test_the_program_is_the_last_fenced_block_or_the_whole():
     assert program_of("a\n```\nx = 1\n```\nb ```py\nx = 2\n```") == "x = 2\n"
     assert program_of("```python\nx = 1") == "x = 1" and program_of("x = 3") == "x = 3"
@@ -100,6 +142,7 @@ def test_the_program_is_the_last_fenced_block_or_the_whole():
         ('["assert ("]', "not Python"),
         ('[{"input": "x"}]', "neither an assert nor"),
         ('[{"input": 1, "output": 2}]', "neither an assert nor"),
+        ('[{"input": "\\ud800", "output": ""}]', "half a surrogate pair"),
     ],
 )
 def test_labels_that_are_no_tests(label, words):

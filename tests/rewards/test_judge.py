@@ -96,6 +96,28 @@ def test_a_failure_passes_if_a_retry_succeeds():
         assert asked(judge.url, make_reward_request(["x"]), judge_retries=2).rewards == [1.0]
 
 
+def test_a_server_says_when_it_will_answer():
+    replies = iter([(429, {}), (200, completion("Score: 10"))])
+    with judging(lambda _: next(replies), headers=[("Retry-After", "1")]) as judge:
+        began = time.monotonic()
+        assert asked(judge.url, make_reward_request(["x"])).rewards == [1.0]
+    assert time.monotonic() - began > 0.9
+
+
+def test_the_default_retries_outlast_a_limit_of_requests_a_minute():
+    with judging() as judge:
+        found = JudgeReward(GenerateOptions(pretrain="m", dataset="d", judge=judge.url), [judge.url])
+        found.close()
+    assert sum(map(found._pause, range(1, found.attempts))) > 60
+
+
+@pytest.mark.parametrize("params, times", [("{}", 2), ('{"temperature": 0.5}', 5)])
+def test_a_reply_without_a_score_is_asked_for_once_more_at_temperature_0(params, times):
+    with judging(lambda _: (200, completion("I cannot say"))) as judge:
+        asked(judge.url, make_reward_request(["x"]), judge_retries=4, judge_params=params)
+        assert len(judge.asked) == times
+
+
 def test_a_key_is_sent_and_one_that_is_refused_ends_the_run(monkeypatch):
     monkeypatch.setenv("MY_KEY", "hush")
     with judging() as judge:
@@ -187,6 +209,16 @@ def test_a_second_run_asks_nothing_again_and_tolerates_torn_lines(tmp_path):
         assert len(judge.asked) == count + 1  # what came after the torn line is known too
         asked(judge.url, request, file, judge_pattern="(?i)IT has (no|some)", judge_params="{}", judge_retries=0)
         assert len(judge.asked) == count + 1 + 4  # a pattern that finds nothing in kept replies
+
+
+def test_known_replies_reach_the_new_file_when_the_folder_is_set_aside(tmp_path):
+    file = tmp_path / "run" / "judge.jsonl"
+    ReplyCache(file).put("a", {"text": "Score: 1"})
+    cache = ReplyCache(file)
+    file.parent.rename(tmp_path / "aside")
+    cache.put("b", {"text": "Score: 2"})
+    assert [ReplyCache(file).get(key) for key in "ab"] == [{"text": "Score: 1"}, {"text": "Score: 2"}]
+    assert len(file.read_text().splitlines()) == 2
 
 
 def test_failures_are_remembered_by_a_killed_run_and_forgotten_after_an_orderly_end(tmp_path):

@@ -1,7 +1,9 @@
 """Programs in a jail, with namespaces and without."""
 
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,41 @@ def test_it_reaches_neither_files_nor_network_nor_processes(run, tmp_path):
         assert (found is not None and found != b"done\n" and found != b"111\n") or what == "connect", (what, found)
         assert found != b"done\n"
     assert [path.name for path in tmp_path.iterdir()] == ["mine"] and (tmp_path / "mine").read_text() == "secret"
+
+
+def test_a_jail_that_cannot_be_built_is_no_failure_of_the_program(monkeypatch):
+    monkeypatch.setattr(jail, "PYTHON", "/no/such/python")
+    with pytest.raises(OSError, match="no jail for a program could be built: FileNotFoundError"):
+        JailedProgram("print(1)", ProgramLimits(), how=isolation())
+
+
+@pytest.mark.skipif(not isolation().namespaces, reason="no namespaces here")
+def test_namespaces_that_cannot_be_entered_are_an_error(monkeypatch):
+    def fail():
+        raise OSError(12, "no memory for mounts")
+
+    monkeypatch.setattr(jail, "_change_root", fail)
+    with pytest.raises(OSError, match="no memory for mounts"):
+        JailedProgram("print(1)", ProgramLimits())
+
+
+def test_a_private_umask_closes_nothing_to_the_program(run):
+    before = os.umask(0o077)
+    try:
+        assert run("import os; print(len(os.listdir('/usr')) > 1, oct(os.umask(0)))") == b"True 0o22\n"
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.skipif(not isolation().namespaces, reason="no namespaces here")
+def test_a_jail_that_ends_while_it_is_built_ends_what_it_has_started(monkeypatch):
+    stand_by, begin = jail._stand_by, JailedProgram._begin
+    monkeypatch.setattr(jail, "_stand_by", lambda *given, **how: (time.sleep(0.5), stand_by(*given, **how)))
+    monkeypatch.setattr(JailedProgram, "_begin", lambda *given: (time.sleep(0.3), begin(*given)))
+    program = JailedProgram("import time; time.sleep(60)", ProgramLimits(seconds=0.1))
+    program.close()
+    assert program._code == 128 + signal.SIGKILL, "its handler has run"
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "signals of this process are as before"
 
 
 def test_this_system_says_what_it_isolates():

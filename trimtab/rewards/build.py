@@ -253,6 +253,8 @@ def check_reward(
         for part, _ in reward.parts:
             if isinstance(part, HTTPReward):
                 part.attempts = 1  # a run waits for a server that is late; here the user waits
+            if isinstance(part, JudgeReward):
+                part.cache.file = None  # known replies are used, and nothing is written
         request = _request(store, tokenizer)
         found = reward(request)
         if found.failed:

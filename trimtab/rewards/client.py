@@ -31,6 +31,16 @@ class RewardRefused(RewardFailed):
     """A server does not take our token: no other sample will fare better, so no sample is left out for it."""
 
 
+class TryLater(RewardFailed):
+    """A server says after how many seconds it will answer."""
+
+    seconds = 0.0
+
+
+class LastsLikely(RewardFailed):
+    """A failure that another attempt most likely repeats: one is enough."""
+
+
 class ProtocolError(Exception):
     """A body that is not of this protocol, and why."""
 
@@ -249,12 +259,14 @@ class HTTPReward:
     ) -> Reply:
         """The reply of one address or, where that fails, of the next."""
         failures: list[str] = []
+        lasting, ready = 0, dict[RewardEndpoint, float]()  # when a server that said so will answer
         kind: type[RewardFailed] = RewardFailed
         async with self._turns:
             for attempt in range(self.attempts):
-                if attempt:
-                    await asyncio.sleep(self._pause(attempt))
                 address = self.addresses[(number + attempt) % len(self.addresses)]
+                if attempt:
+                    await asyncio.sleep(max(self._pause(attempt), ready.get(address, 0.0) - self._loop.time()))
+                began = self._loop.time()
                 try:
                     async with asyncio.timeout(self.timeout):
                         return await ask(address)
@@ -262,8 +274,11 @@ class HTTPReward:
                     failures.append(f"{address.shown}: timed out, no whole reply in {self.timeout:g} s")
                 except (httpx.HTTPError, RewardFailed, ProtocolError) as error:
                     failures.append(f"{address.shown}: {failure_text(error)}")
+                    lasting += isinstance(error, LastsLikely)
+                    if isinstance(error, TryLater):  # no attempt takes longer than its timeout with this pause
+                        ready[address] = min(self._loop.time() + error.seconds, began + self.timeout)
                     kind = RewardRefused if isinstance(error, RewardRefused) else RewardFailed
-                    if isinstance(error, ProtocolError | RewardRefused) and len(self.addresses) == 1:
+                    if lasting > 1 or (isinstance(error, ProtocolError | RewardRefused) and len(self.addresses) == 1):
                         break
         raise kind(f"no reward for {rows_text(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
 
@@ -274,7 +289,10 @@ class HTTPReward:
         status, content = response.status_code, response.content
         shown = repr(" ".join(content.decode(errors="replace").split())[:120])
         if status >= 500 or status in WORTH_ANOTHER_TRY:
-            raise RewardFailed(f"HTTP status {status} {shown}")
+            later = TryLater(f"HTTP status {status} {shown}")
+            with contextlib.suppress(ValueError):  # it may be a date
+                later.seconds = float(response.headers.get("Retry-After", 0))
+            raise later
         if status in (401, 403):
             raise RewardRefused(f"HTTP status {status} {shown}")
         if status != 200:

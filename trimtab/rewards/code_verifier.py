@@ -33,6 +33,15 @@ from trimtab.sandbox.jail import JailedProgram, ProgramLimits
 from trimtab.sandbox.program_server import decode, encode
 
 FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+SURROGATE = re.compile("[\ud800-\udfff]")
+CALL = """
+try:
+    call = Solution().{name}
+except (NameError, AttributeError):
+    call = {name}
+result = json.loads(json.dumps(call(*{given!r})))
+assert result == {expected!r} or [result] == {expected!r}
+"""  # a result is compared as JSON, which has no tuples; APPS wraps some in a list
 ANSWER_SECONDS = 30.0  # for all tests of an answer
 
 
@@ -86,8 +95,8 @@ def _of_columns(label: dict[str, Any]) -> Iterator[Any]:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise BadSample(f"the label has neither test_list nor inputs with as many outputs: {label!r:.80}")
     for given, expected in zip(inputs, outputs):
-        if name:  # APPS wraps some results in a list
-            yield f"result = {name}(*{given!r})\nassert result == {expected!r} or [result] == {expected!r}"
+        if name:
+            yield CALL.format(name=name, given=given, expected=expected)
         else:
             yield {"input": given, "output": expected}
 
@@ -98,6 +107,8 @@ def _read_test(test: Any) -> CodeTest:
             "\n".join(map(str, x)) if isinstance(x, list) else x for x in (test["input"], test["output"])
         )
         if isinstance(given, str) and isinstance(expected, str):
+            if SURROGATE.search(given + expected):
+                raise BadSample(f"a test of the label has half a surrogate pair, which is no character: {test!r:.80}")
             return StreamTest(given, expected)
     elif isinstance(test, str):
         try:
@@ -121,7 +132,8 @@ def score_program(
 ) -> float:
     """The share of tests that pass; those for which no time is left fail."""
     deadline = time.monotonic() + seconds
-    names = _names([test.code for test in tests if isinstance(test, AssertTest)])
+    asserts = [test.code for test in tests if isinstance(test, AssertTest)]
+    names, together = _names(asserts), replace(limits, processor_seconds=limits.processor_seconds * len(asserts))
     passed, module = 0, None
     try:
         for test in tests:
@@ -130,11 +142,11 @@ def score_program(
                 break
             if isinstance(test, StreamTest):
                 now = replace(limits, seconds=left, output_bytes=max(limits.output_bytes, 4 * len(test.expected)))
-                with JailedProgram(program, now, stdin=test.given.encode()) as process:
+                with _jailed(program, now, stdin=test.given.encode()) as process:
                     passed += _same_output(process.output(), test.expected)
                 continue
             if module is None or not module.alive:  # a program that a test has ended is started again
-                module = RemoteModule(program, names, limits, left)
+                module = RemoteModule(program, names, together, left)
             if not module.names:
                 break
             passed += module.passes(test.code, left)
@@ -142,6 +154,15 @@ def score_program(
         if module is not None:
             module.close()
     return passed / len(tests)
+
+
+def _jailed(code: str, limits: ProgramLimits, **how: Any) -> JailedProgram:
+    """A failure to build the jail is tried once more: the system may have been out of processes or memory."""
+    try:
+        return JailedProgram(code, limits, **how)
+    except OSError:
+        time.sleep(0.2)
+        return JailedProgram(code, limits, **how)
 
 
 def _names(codes: Sequence[str]) -> list[str]:
@@ -175,7 +196,7 @@ class RemoteModule:
     def __init__(self, program: str, names: list[str], limits: ProgramLimits, seconds: float):
         self.alive, self._received = True, b""
         self._longest = limits.output_bytes
-        self._process = JailedProgram(Path(program_server.__file__).read_text(), limits, channel=True)
+        self._process = _jailed(Path(program_server.__file__).read_text(), limits, channel=True)
         self._deadline = time.monotonic() + seconds
         self.names: dict[str, Any] = {}
         try:

@@ -1,8 +1,9 @@
 """Rewards from a judge (`--judge`): a model behind an OpenAI-compatible server that scores answers.
 
 A question is the template with the sample's fields. The score is read from the reply by a pattern, and its range
-becomes the rewards 0 to 1. A reply without a score in the range is asked for again, like a request that fails. Where
-all attempts fail, the sample has no reward and its group is left out (`RewardResult.failed`).
+becomes the rewards 0 to 1. A reply without a score in the range is asked for again, like a request that fails; at
+temperature 0, which most likely gives the same reply, only once. Where all attempts fail, the sample has no reward and
+its group is left out (`RewardResult.failed`).
 
 Replies and failures are lines of a file. A run that was killed asks no question twice when it resumes, and leaves the
 same groups out, so it goes on bit for bit. After an orderly end, as of a run whose judge was down, failed questions are
@@ -29,7 +30,14 @@ from trimtab.config.inference_options import TOKEN_VARIABLE
 from trimtab.config.objective_options import JudgeOptions
 from trimtab.errors import UserError
 from trimtab.files import writing
-from trimtab.rewards.client import HTTPReward, ProtocolError, RewardEndpoint, RewardRefused, failure_text
+from trimtab.rewards.client import (
+    HTTPReward,
+    LastsLikely,
+    ProtocolError,
+    RewardEndpoint,
+    RewardRefused,
+    failure_text,
+)
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
 from trimtab.rewards.verifiers import SEARCH_SECONDS
 from trimtab.sandbox.process import Waiter
@@ -49,7 +57,6 @@ class ReplyCache:
         if file is None:
             return
         with writing(f"{file}: replies of the judge cannot be kept there"):
-            file.parent.mkdir(parents=True, exist_ok=True)
             content = file.read_bytes() if file.exists() else b""
         for line in content.split(b"\n"):
             with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -63,8 +70,8 @@ class ReplyCache:
         return self._entries.get(key)
 
     def put(self, key: str, entry: dict[str, Any]) -> None:
-        self._entries[key] = entry
         self._append({"key": key, **entry})
+        self._entries[key] = entry
 
     def end(self) -> None:
         """Failures that are in the file now are not remembered by the next run."""
@@ -74,14 +81,19 @@ class ReplyCache:
     def _append(self, entry: dict[str, Any]) -> None:
         if self.file is None:
             return
-        line = json.dumps(entry).encode() + b"\n"
-        with writing(f"{self.file}: replies of the judge cannot be kept there"), self.file.open("ab+") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX)
-            file.seek(0, os.SEEK_END)
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                line = line if file.read(1) == b"\n" else b"\n" + line  # after a torn line
-            file.write(line)
+        lines = json.dumps(entry).encode() + b"\n"
+        with writing(f"{self.file}: replies of the judge cannot be kept there"):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("ab+") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX)
+                file.seek(0, os.SEEK_END)
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    lines = lines if file.read(1) == b"\n" else b"\n" + lines  # after a torn line
+                else:  # a new file, or the old one went with the finished run of this folder: replies known from there
+                    known = ({"key": key, **own} for key, own in self._entries.items())
+                    lines = b"".join(json.dumps(own).encode() + b"\n" for own in known) + lines
+                file.write(lines)
 
 
 class JudgeReward(HTTPReward):
@@ -93,16 +105,16 @@ class JudgeReward(HTTPReward):
         urls: Sequence[str],
         *,
         timeout: float = 180.0,
-        pause: float = 1.0,
+        pause: float = 2.5,
         cache: Path | None = None,
         waiter: Waiter | None = None,
     ):
         """Asks the server for its models first, so that a wrong address or key is known before the run. `cache`: file
-        for replies; unset: they are kept in memory."""
+        for replies; unset: they are kept in memory. `pause`: six attempts outlast a limit of requests a minute."""
         self.addresses = [RewardEndpoint(_base(url), flag="judge") for url in urls]
         self.question, self._rubric = options.judge_question, options.judge_criteria
         self._pattern, self._range = regex.compile(options.judge_pattern or SCORE), options.judge_range
-        self._cache, self._asked = ReplyCache(cache), dict[str, asyncio.Future[dict[str, Any]]]()
+        self._asked = dict[str, asyncio.Future[dict[str, Any]]]()
         super().__init__(
             token=os.environ.get(options.judge_key_variable or TOKEN_VARIABLE),
             timeout=timeout,
@@ -116,6 +128,7 @@ class JudgeReward(HTTPReward):
             model = options.judge_model
             found: Future[str] = asyncio.run_coroutine_threadsafe(self._check(model), self._loop)
             self._body = {"model": self._waiter.results([found], str(self))[0], **options.judge_request}
+            self.cache = ReplyCache(cache)
         except BaseException:
             super().close()
             raise
@@ -131,7 +144,7 @@ class JudgeReward(HTTPReward):
     def close(self) -> None:
         if not self._loop.is_closed():
             super().close()
-            self._cache.end()
+            self.cache.end()
 
     def fingerprint(self) -> bytes:
         """What the scores depend on, besides the options."""
@@ -165,7 +178,7 @@ class JudgeReward(HTTPReward):
     async def _part(self, part: RewardRequest, rows: range, number: int) -> RewardResult:
         body = self._body | {"messages": [{"role": "user", "content": self.text(part, 0)}]}
         key = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
-        entry = self._cache.get(key)
+        entry = self.cache.get(key)
         if entry is None or ("failed" not in entry and self.score(entry["text"]) is None):  # the pattern has changed
             entry = await self._once(key, body, rows, number)
         if "failed" in entry:
@@ -190,7 +203,7 @@ class JudgeReward(HTTPReward):
             if not self.tolerant:
                 raise
             entry = {"failed": str(error)}
-        self._cache.put(key, entry)
+        self.cache.put(key, entry)
         return entry
 
     async def _ask(self, address: RewardEndpoint, body: dict[str, Any]) -> dict[str, Any]:
@@ -204,7 +217,8 @@ class JudgeReward(HTTPReward):
         if not isinstance(text, str) or self.score(text) is None:
             low, high = self._range
             shown = repr(" ".join(str(text).split())[-120:])
-            raise RewardFailed(f"no score from {low:g} to {high:g} in the reply that ends {shown} (--judge_pattern)")
+            kind = LastsLikely if self._body.get("temperature") == 0 else RewardFailed
+            raise kind(f"no score from {low:g} to {high:g} in the reply that ends {shown} (--judge_pattern)")
         return {"text": text, **tokens, "seconds": round(time.monotonic() - began, 3)}
 
     async def _check(self, model: str | None) -> str:

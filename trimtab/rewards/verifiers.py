@@ -5,12 +5,13 @@ function that parses it; the score function then gets the argument after the lab
 processes (math_verifier.py, code_verifier.py).
 """
 
+import contextlib
 import functools
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
@@ -208,17 +209,25 @@ class VerifierKind:
     argument: str = "none"
     """none, optional or required."""
     read_argument: Callable[[str], Any] | None = None
+    answers: tuple[Callable[[str], str], ...] = ()
+    """Ways of writing a label as an answer, one of which must have the best score; none: it cannot be so written."""
+    best: float = 1.0
+
+
+def boxed(label: str) -> str:
+    truth = label.rpartition("####")[2].strip()
+    return truth if "\\boxed" in truth else f"\\boxed{{{truth.strip('$')}}}"
 
 
 VERIFIERS = {
-    "gsm8k": VerifierKind(score_number),
-    "number": VerifierKind(score_number),
-    "math": VerifierKind(None),
+    "gsm8k": VerifierKind(score_number, answers=(str,)),
+    "number": VerifierKind(score_number, answers=(str,)),
+    "math": VerifierKind(None, answers=(boxed, str)),
     "code": VerifierKind(None),
-    "exact": VerifierKind(score_exact),
+    "exact": VerifierKind(score_exact, answers=(str,)),
     "regex": VerifierKind(score_regex, argument="optional", read_argument=read_pattern),
     "format": VerifierKind(score_format, needs_label=False),
-    "kk": VerifierKind(score_knights),
+    "kk": VerifierKind(score_knights, answers=("</think><answer>{}</answer>".format,), best=GOOD_FORMAT + RIGHT),
     "length": VerifierKind(score_length, needs_label=False, argument="required", read_argument=read_bounds),
 }
 WORKER_SECONDS = {"math": 10.0, "code": 60.0}  # limits of an answer
@@ -266,6 +275,16 @@ def verifiers_with_labels(text: str) -> list[str]:
 
 def _reads_label(name: str, argument: str | None) -> bool:
     return VERIFIERS[name].needs_label and argument is None
+
+
+def score_labels(name: str, request: RewardRequest) -> list[float]:
+    """A verifier's scores of the labels themselves, in the way of writing them that it likes best; [] if it cannot be
+    tried. BadSample: a label is not of its kind."""
+    truths = [request.truth(row) for row in range(len(request))]
+    texts = [str(t.get("solution_text_format", t) if isinstance(t, dict) else t) for t in truths]
+    with contextlib.closing(_make(name, None, None)) as verifier:
+        ways = [replace(request, responses=list(map(write, texts))) for write in VERIFIERS[name].answers]
+        return [max(scores) for scores in zip(*(verifier(way).rewards for way in ways))]
 
 
 def make_verifier(text: str, waiter: Waiter | None = None) -> WeightedReward:

@@ -14,6 +14,7 @@ cannot reach depends on the system (`isolation`):
 program with all of its processes may use `memory_mib` for each.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -40,7 +41,6 @@ SCRATCH_MIB = 16
 NOBODY = range(20_000, 60_000)  # one of them for each worker: processes are counted per user
 PYTHON = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 SECONDS_TO_END = 5.0
-FAILED = 125  # exit code of a jail that could not be built
 # The code comes in descriptor 3, so that no argument is too long.
 BOOT = "import os; exec(compile(open(3, encoding='utf-8').read(), 'program.py', 'exec'), {'__name__': '__main__'})"
 
@@ -69,14 +69,14 @@ class Isolation:
         if self.namespaces:
             return "isolated by namespaces: no network, no files of yours, no other processes"
         own = os.geteuid() != 0
-        lacking = [
-            "reading files" if own else "reading files that everybody may",
-            *(["the network"] if self.landlock < 4 else ["the network except TCP"]),
-            *(["changing your files, sending signals"] if own and not self.landlock else []),
-            *(["creating empty files"] if not own and not self.landlock else []),
-            *(["sending signals"] if own and 0 < self.landlock < 6 else []),
-        ]
-        return f"NOT isolated (this system gives no namespaces; the rest is limited): {', '.join(lacking)}"
+        lacking = {
+            "reading files" if own else "reading files that everybody may": True,
+            "the network" if self.landlock < 4 else "the network except TCP": True,
+            "changing your files, sending signals" if own else "creating empty files": not self.landlock,
+            "sending signals": own and 0 < self.landlock < 6,
+        }
+        found = ", ".join(what for what, is_lacking in lacking.items() if is_lacking)
+        return f"NOT isolated (this system gives no namespaces; the rest is limited): {found}"
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def isolation() -> Isolation:
     landlock = max(0, LIBC.syscall(LANDLOCK_CREATE, None, 0, 1)) if sys.platform == "linux" else 0
     namespaces = [Isolation(namespaces=True)] if hasattr(LIBC, "unshare") else []
     for how in [*namespaces, Isolation(False, landlock)]:
-        with JailedProgram("print(6 * 7)", ProgramLimits(), how=how) as program:
+        with contextlib.suppress(OSError), JailedProgram("print(6 * 7)", ProgramLimits(), how=how) as program:
             if program.output() == b"42\n":
                 return how
     raise UserError(
@@ -109,7 +109,8 @@ class JailedProgram:
         channel: bool = False,
         how: Isolation | None = None,
     ):
-        """`channel`: the program gets a socket as descriptor 4 (here `socket`) in place of a standard output."""
+        """`channel`: the program gets a socket as descriptor 4 (here `socket`) in place of a standard output.
+        OSError: the jail could not be built, which says nothing about the program."""
         self.limits, self._how = limits, how or isolation()
         self._deadline = time.monotonic() + limits.seconds
         self.socket, theirs = socket.socketpair()
@@ -117,17 +118,27 @@ class JailedProgram:
         self._output, sink = read, os.open(os.devnull, os.O_WRONLY)
         source, given = _memory_file(code.encode(errors="replace")), _memory_file(stdin)
         self._code: int | None = None
-        places = [given, sink if channel else write, sink, source, theirs.fileno() if channel else sink]
+        status, self._status = os.pipe()  # says why there is no jail; the program's start closes it
+        places = [given, sink if channel else write, sink, source, theirs.fileno() if channel else sink, self._status]
         sys.stdout.flush()  # or the fork would have it twice
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in the new process until it has handlers
         self._pid = os.fork()
         if self._pid == 0:
             try:
                 self._begin(places)
+            except BaseException as error:
+                os.write(self._status, f"{type(error).__name__}: {error}".encode())
             finally:
-                os._exit(FAILED)
-        for descriptor in (write, sink, source, given):
+                os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for descriptor in (write, sink, source, given, self._status):
             os.close(descriptor)
         theirs.close()
+        problem = os.read(status, 2**12) if select.select([status], [], [], self.seconds_left)[0] else b""
+        os.close(status)
+        if problem:
+            self.close()
+            raise OSError(f"no jail for a program could be built: {problem.decode(errors='replace')}")
 
     def __enter__(self) -> "JailedProgram":
         return self
@@ -180,6 +191,7 @@ class JailedProgram:
 
     def _begin(self, places: Sequence[int]) -> None:
         os.setsid()
+        os.umask(0o022)  # folders made in the new root are open to the program's user
         user, nobody = os.geteuid(), NOBODY[os.getppid() % len(NOBODY)]
         if sys.platform == "linux":
             _called(LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
@@ -198,10 +210,12 @@ class JailedProgram:
         for place, descriptor in enumerate([os.dup(descriptor) for descriptor in places]):
             while descriptor < len(places):
                 descriptor = os.dup(descriptor)
-            os.dup2(descriptor, place, inheritable=True)
+            os.dup2(descriptor, place, inheritable=place < 5)
+        self._status = 5
         os.closerange(len(places), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._limit(nobody if user == 0 else None)
         variables = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.execve(PYTHON, [PYTHON, "-S", "-s", "-B", "-c", BOOT], variables)
 
     def _limit(self, user: int | None) -> None:
@@ -264,6 +278,7 @@ def _stand_by(child: int, *, ends: bool) -> None:
     """Wait for the child and exit with its code; `ends`: SIGTERM kills the child first. Orphans are reaped."""
     if ends:
         signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     while True:
         pid, status = os.wait()
