@@ -226,7 +226,7 @@ def test_layers_that_cannot_be_fused_stay_as_they_are(family):
 
 @pytest.mark.parametrize("family", ["mamba", "gpt2", "qwen2_moe"])
 def test_layers_unlike_llamas_are_refused_by_name(family, monkeypatch):
-    monkeypatch.setattr(compiled, "overlaps_launches", lambda device: True)
+    monkeypatch.setattr(compiled, "is_hopper", lambda device: True)
     policy = policy_of(family).to(torch.bfloat16)
     assert fuse_layers(policy, CPU) == f"{type(policy.inner).__name__} has other layers than Llama"
 

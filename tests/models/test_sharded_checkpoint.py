@@ -36,6 +36,7 @@ KINDS = {
     "renamed head": ("rm", "renamed", "--value_head_prefix value_head"),
     "head without a class": ("rm", "granite", ""),
     "experts": ("sft", "mixtral", ""),
+    "few experts": ("sft", "few", ""),
     "experts under adapters": ("sft", "mixtral", "--lora_rank 2 --target_modules q_proj"),
 }
 
@@ -43,7 +44,8 @@ KINDS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    for family in {family for _, family, _ in KINDS.values()} - {"renamed"}:
+    write_model(folder / "few", "mixtral", num_local_experts=1, num_experts_per_tok=1)
+    for family in {family for _, family, _ in KINDS.values()} - {"renamed", "few"}:
         write_model(folder / family, family, **({"tie_word_embeddings": True} if family == "qwen3" else {}))
     llama = AutoModelForSequenceClassification.from_pretrained(folder / "llama", num_labels=1)
     granite = AutoClassifier.from_pretrained(folder / "granite")
@@ -70,6 +72,7 @@ def test_what_is_read_in_parts_is_what_is_loaded_whole_and_split(folder, kind):
     [
         pytest.param("sft", "qwen3", "--bf16", marks=pytest.mark.long),
         ("sft", "mixtral", ""),
+        ("sft", "few", ""),
         ("rm", "renamed", "--value_head_prefix value_head --bf16"),
         ("rm", "encoder", ""),
         ("rm", "granite_reward", ""),
@@ -122,6 +125,7 @@ def test_pickled_weights_are_read_whole_and_that_is_said(folder, tmp_path):
         ("sft", "qwen3", "", 10**9),
         pytest.param("sft", "llama", "--bf16", 10_000, marks=pytest.mark.long),
         ("sft", "mixtral", "", 60_000),
+        ("sft", "few", "", 10**9),
         pytest.param("rm", "llama", "--value_head_prefix value", 10_000, marks=pytest.mark.long),
         ("rm", "renamed", "--value_head_prefix value_head", 10_000),
         ("rm", "llama_tied", "--bf16 --lora_rank 2", 10_000),

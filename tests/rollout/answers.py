@@ -2,8 +2,12 @@
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trimtab.data.batches import TokenBatch
+from trimtab.models.attention import LayerAttention, attend_masked
+from trimtab.rollout.builtin import attention
 from trimtab.rollout.sampling import SamplingParams
 
 
@@ -57,3 +61,51 @@ class DoneAgain:
     def __init__(self, work, pool):
         work()
         self.replay, self.pool = work, lambda: None
+
+
+def decode_without_host(monkeypatch) -> None:
+    """Let decode steps attend to whole block tables, as the kernel does: the usual way on a CPU looks at lengths."""
+
+    def decode(self, current, query_BHD, layer, arguments):
+        keys, values = (
+            t[layer][current.tables_BP].flatten(1, 2).transpose(1, 2) for t in (self.cache.keys, self.cache.values)
+        )
+        settings = LayerAttention.of(arguments, query_BHD)
+        seen = settings.seen(current.lengths_B - 1, torch.arange(keys.shape[2]))[:, None, None]
+        query, how = query_BHD[:, :, None], (settings.scale, settings.softcap)
+        sinks = None if settings.sinks is None else settings.sinks.view(-1, 1, 1)
+        return attend_masked(query, keys, values, seen, *how, sinks=sinks)[:, :, 0]
+
+    monkeypatch.setattr(attention.CachedAttention, "_decode_by_kernel", decode)
+    monkeypatch.setattr(attention, "has_kernels", lambda device: True)
+
+
+class RecordedOperations(TorchDispatchMode):
+    """A recording as a device makes it: the operations on the very tensors they had. What the host does between them is
+    not repeated, and nothing may wait for a number."""
+
+    def __init__(self, work, pool):
+        super().__init__()
+        self.pool, self.operations = lambda: None, []
+        work()  # before a recording, as on a device
+        with self:
+            work()
+
+    def __torch_dispatch__(self, operation, types, arguments=(), named=None):
+        sized_by_data = torch.Tag.dynamic_output_shape in operation.tags
+        if operation is torch.ops.aten.index.Tensor:
+            sized_by_data = any(index is not None and index.dtype == torch.bool for index in arguments[1])
+        if sized_by_data or torch.Tag.data_dependent_output in operation.tags:
+            raise RuntimeError(f"{operation} waits for the device")
+        out = operation(*arguments, **(named or {}))
+        returned = [found.alias_info for found in operation._schema.returns]
+        # A view goes on showing the same memory.
+        if not any(alias is not None and not alias.is_write for alias in returned):
+            self.operations.append((operation, arguments, named or {}, tree_leaves(out)))
+        return out
+
+    def replay(self):
+        for operation, arguments, named, kept in self.operations:
+            for old, new in zip(kept, tree_leaves(operation(*arguments, **named)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)

@@ -184,7 +184,7 @@ def test_sizes_that_are_nearly_the_same_are_one():
 
 def test_kept_prompts_are_read_in_groups_whose_keys_fit(calls, monkeypatch):
     recorded = PrefillGraphs()
-    follow = lambda self, cache, fused: setattr(self, "prefills", recorded)  # noqa: E731
+    follow = lambda self, cache, fused, state_rows: setattr(self, "prefills", recorded)  # noqa: E731
     monkeypatch.setattr(cuda_graphs.GraphCache, "follow", follow)
     monkeypatch.setattr(prefill_module, "MOST_TOGETHER", 100)
     monkeypatch.setattr(cuda_graphs, "capture_graph", lambda work, pool: pytest.fail("nothing comes back here"))

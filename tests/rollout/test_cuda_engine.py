@@ -263,7 +263,7 @@ def test_recorded_reading_leaves_what_reading_launch_by_launch_leaves():
     for found in (*before, *recorded):  # whether it was recorded changes no bit
         assert [a.ids for a in found] == [a.ids for a in before[0]]
         assert [a.log_probs.tobytes() for a in found] == [a.log_probs.tobytes() for a in before[0]]
-    used.captured.follow = lambda cache, fused: setattr(used.captured, "reads", None)
+    used.captured.follow = lambda cache, fused, state_rows: setattr(used.captured, "reads", None)
     plain = used.generate(given, sampling)
     assert [a.ids for a in before[0]] == [a.ids for a in plain]
     np.testing.assert_allclose([a.log_probs for a in before[0]], [a.log_probs for a in plain], atol=1e-6)

@@ -97,7 +97,9 @@ def test_a_head_that_is_not_packed_again_stops_the_run_with_the_figure(
     tied_task, tmp_path, in_command, monkeypatch, capsys
 ):
     monkeypatch.setattr("trimtab.rollout.vllm.worker_extension.pack_heads", lambda model: None)
-    assert in_command(arguments(tied_task, tmp_path / "out", "grpo", SHORT)) == 1
+    assert in_command(arguments(tied_task, tmp_path / "out", "grpo", SHORT)) == 2
+    assert "checks failed before the first step: engine: the engine samples from older" in capsys.readouterr().err
+    assert in_command(arguments(tied_task, tmp_path / "out", "grpo", SHORT, "--skip_checks engine")) == 1
     told = capsys.readouterr().err
     assert "does not answer from the trainer's weights: after iteration 1" in told and "1.0e-03 is the limit" in told
 

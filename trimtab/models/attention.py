@@ -145,11 +145,12 @@ class PackedPass:
     fused: bool = False  # they are fused
     failure: str = ""  # why a compiled layer failed
     comparison: "Comparison | None" = None  # while compiled layers are compared with eager ones
+    routes_TLK: Tensor | None = None  # experts of a mixture's layers in this pass (routing.py); None: their own choices
 
-    def begin(self, model: nn.Module, row: AttentionContext) -> None:
-        """Start a forward pass of the model on this row."""
+    def begin(self, model: nn.Module, row: AttentionContext | None, routes_TLK: Tensor | None = None) -> None:
+        """Start a forward pass of the model on this row; None: on padded rows, with the model's own attention."""
         carry(model, self)
-        self.row, self.calls = row, 0
+        self.row, self.calls, self.routes_TLK = row, 0, routes_TLK
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -162,7 +163,15 @@ class PackedPass:
     @property
     def is_begun(self) -> bool:
         """Whether a pass over the row runs now, or runs again in a backward pass (gradient checkpointing)."""
-        return self.row is not None and (self.is_running or torch._C._current_graph_task_id() != -1)
+        return self.row is not None and self._is_at_work
+
+    @property
+    def _is_at_work(self) -> bool:
+        return self.is_running or torch._C._current_graph_task_id() != -1
+
+    def routes_of(self, layer: int) -> Tensor | None:
+        """The experts [T, K] to be used by the mixture with this number, in a pass that has them."""
+        return None if self.routes_TLK is None or not self._is_at_work else self.routes_TLK[:, layer]
 
     def mix(self, module: nn.Module, run: Callable[[Tensor, Any], Tensor], hidden: Tensor) -> Tensor:
         """Run a recurrent module on each sequence of the row (recurrent.py). hidden: [1, T, D]"""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.device import has_kernels, kind_of, overlaps_launches
+from trimtab.distributed.device import has_kernels, is_hopper, kind_of
 from trimtab.distributed.fsdp import local
 from trimtab.distributed.random_state import preserve_rng_state
 from trimtab.errors import UserError
@@ -113,7 +113,7 @@ def fuse_layers(root: PackedModel, device: torch.device) -> str:
     Returns why not; empty: they do."""
     backbone = backbone_of(root.inner)
     weight = next(root.inner.parameters())
-    if not overlaps_launches(device) or weight.dtype != torch.bfloat16:
+    if not is_hopper(device) or weight.dtype != torch.bfloat16:
         return "it needs bf16, Triton and compute capability 9.0 (H100, H200)"
     if root.path != "packed" or not is_llama_like(backbone):
         return f"{type(root.inner).__name__} has other layers than Llama"

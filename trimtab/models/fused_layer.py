@@ -11,6 +11,7 @@ faster and wrong: in half precision a weight does not change by less than half o
 steps change B by less.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
 from trimtab.models.attention import PackedPass, carried, with_window
+from trimtab.models.routing import is_softmax_router
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -53,9 +55,16 @@ def _is_known_layer(layer: nn.Module) -> bool:
             return False
     return (
         (heads_normed or _children(layer.self_attn) == ATTENTION)
+        and not layer.self_attn._parameters  # such as sinks
+        and not _scales_by_position(type(layer.self_attn))
         and (_children(layer.mlp) == MLP or is_mixture(layer.mlp))
         and all(hasattr(norm, "variance_epsilon") and norm.weight.ndim == 1 for norm in norms)
     )
+
+
+def _scales_by_position(attention: type[nn.Module]) -> bool:
+    """Whether the position changes more than rotary angles, as queries of Ministral 3 beyond its first context."""
+    return "position_ids" in inspect.signature(attention.forward).parameters
 
 
 def is_mixture(mlp: nn.Module) -> bool:
@@ -64,9 +73,7 @@ def is_mixture(mlp: nn.Module) -> bool:
         return False
     router, experts = mlp.gate, mlp.experts
     return (
-        hasattr(router, "top_k")
-        and _children(router) == set()
-        and router._parameters.keys() | router._buffers.keys() == {"weight"}
+        is_softmax_router(router)
         and experts._parameters.keys() | experts._buffers.keys() == EXPERTS
         and experts.gate_up_proj.shape[2] == router.weight.shape[1]
         and not hasattr(experts.gate_up_proj, "placements")  # split over processes
@@ -139,10 +146,12 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.
     """x W^T + b, the same bits for a row whatever the others. `dtype`: of the result, if there is no bias."""
     dtype = dtype or x_TI.dtype
     rows, outputs = len(x_TI), len(weight_OI)
-    if x_TI.dtype != torch.bfloat16 or not has_kernels(x_TI.device) or rows * outputs >= ENOUGH:
+    if x_TI.dtype != torch.bfloat16 or not has_kernels(x_TI.device):
         return _by_cublas(x_TI, weight_OI, bias_O, dtype)
     if outputs <= NARROW:
         return _Product.apply(x_TI, weight_OI, bias_O, dtype)
+    if rows * outputs >= ENOUGH:
+        return _by_cublas(x_TI, weight_OI, bias_O, dtype)
     key = x_TI.device.index, rows, *weight_OI.shape, bias_O is None, dtype
     if key not in _tried:
         _tried[key] = _is_bit_equal(rows, weight_OI, bias_O, dtype)

@@ -20,6 +20,7 @@ from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.training_options import DropoutOptions, LoadOptions, ModelOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.process_group import is_world
 from trimtab.errors import UserError
 from trimtab.models.activation_memory import ActivationOffload, enable_gradient_checkpointing
 from trimtab.models.compile import fuse_layers
@@ -41,12 +42,13 @@ from trimtab.models.pretrained import (
     fake_model,
     first_line,
     from_pretrained,
+    has_random_weights,
     quiet_transformers,
     refuse_fresh_weights,
     weights_fingerprint,
 )
 from trimtab.models.reward import HEAD, AutoClassifier, RewardModel, drawn_head, initialise_head, separate_padding
-from trimtab.models.selfcheck import Verdict, choose_path
+from trimtab.models.selfcheck import Verdict, choose_path, choose_path_without_weights, needs_accelerator
 
 RewardLoadOptions = RMOptions | RLOptions | GenerateOptions | AttackOptions | ServeRMOptions
 """Options with both LoadOptions and RewardHeadOptions."""
@@ -206,7 +208,7 @@ def _open_model(
         head = getattr(config, "value_head_prefix", scores.value_head_prefix)  # its name in the files
         loader, more = AutoClassifier, {"num_labels": 1}
     direct = direct and options.bf16 and not options.load_in_4bit and options.attn_implementation is None
-    if mesh is not None or direct:
+    if mesh is not None or direct or has_random_weights(pretrain):
         source = begin_sharded_load(pretrain, loader, options, mesh or Mesh(), flag, head=head, **more)
         # If Hugging Face's loader converts weights, it rounds at other points, so one process uses it as before.
         if source is not None and (mesh is not None or source.keys is not None):
@@ -316,18 +318,21 @@ def _frozen(
 
 def fuse_if_exact(module: PackedModel, options: ModelOptions, device: Device, mesh: Mesh) -> None:
     """Apply --exact. UserError: it is on, and this trained model or these options are not supported."""
-    if options.exact == "off":
-        return
     hindrance = "--compile on" if options.compile == "on" else options.not_compiled
     if options.gradient_checkpointing and options.gradient_checkpointing_keep != "nothing":
         hindrance = "--gradient_checkpointing_keep"
     if getattr(options, "aux_loss_coef", 0.0) > 0:
         hindrance = "--aux_loss_coef"
-    if mesh.size > 1:
+    if getattr(options, "weight_only_int8", False):
+        hindrance = "--weight_only_int8"
+    if mesh.size > 1 or is_world():  # frozen models may be whole in each of several
         hindrance = "several processes"
-    problem = f"it does not work with {hindrance}" if hindrance else fuse_layers(module, device.torch)
-    if problem and options.exact == "on" and any(weight.requires_grad for weight in module.parameters()):
-        raise UserError(f"--exact on: {problem}; leave it out")
+    if options.exact == "off":
+        module.not_exact = "--exact off"
+    else:
+        module.not_exact = f"not with {hindrance}" if hindrance else fuse_layers(module, device.torch)
+    if module.not_exact and options.exact == "on" and any(weight.requires_grad for weight in module.parameters()):
+        raise UserError(f"--exact on: {module.not_exact}; leave it out")
 
 
 def _refuse_fresh(found: dict[str, set], pretrain: str, flag: str, *, scores: bool = False) -> None:
@@ -354,7 +359,12 @@ def _settle_dropout(model: nn.Module, options: DropoutOptions) -> tuple[str, ...
 
 def _place(module: PackedModel, options: LoadOptions, device: Device, *, cast: bool) -> Verdict:
     """Choose the path, cast and move to the device, in this order: the comparison needs fp32."""
-    verdict = choose_path(module) if options.attn_implementation is None else None
+    verdict = None
+    if options.attn_implementation is None and device.is_accelerator and needs_accelerator(module.inner):
+        how = {"dtype": torch.bfloat16, "device": device.torch}  # a small model, since fp32 weights may not fit there
+        verdict = choose_path_without_weights(module, packed_allowed=True, **how)
+    elif options.attn_implementation is None:
+        verdict = choose_path(module)
     if cast:
         cast_parameters(module, torch.bfloat16)
     module.to(device.torch)

@@ -57,6 +57,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.path = path
         self.not_packed = ""  # why another path was chosen
+        self.not_exact = "not asked for"  # why its layers do not run on the engine's kernels (--exact)
         self.attention = PackedPass()
         self.context: ContextParallel | None = None  # the group that shares a row; None: this process alone
         self.rotary = SequenceLengths.install(self.inner)
@@ -83,10 +84,10 @@ class PackedModel(nn.Module):
         if self.path == "packed":
             row = PackedRow.of(batch.spans, batch.ids_T.device)
             with self.rotary.of(token_lengths(batch.spans)):
-                return self._run(row, batch.ids_T, batch.positions_T, router)
-        self.attention.row = None
+                return self._run(row, batch.ids_T, batch.positions_T, router, batch.routes_TLK)
         rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
-        with self.rotary.of(rows.lengths):
+        self.attention.begin(self.inner, None, rows.routes_TLK)
+        with self.rotary.of(rows.lengths), self.attention.running():
             out = self._backbone(router, **rows.inputs)
         routers = tuple(r.view(-1, r.shape[-1])[rows.flat_T] for r in out.router_logits) if router else None
         return out.last_hidden_state.flatten(0, 1)[rows.flat_T], routers
@@ -100,13 +101,17 @@ class PackedModel(nn.Module):
         row = ContextRow(batch.spans, self.context, batch.ids_T.device)
         lengths = token_lengths(batch.spans)[row.rows.cpu().numpy()] if self.rotary.shortest is not None else None
         with self.rotary.of(lengths):
-            hidden_TD, routers = self._run(row, batch.ids_T[row.rows], batch.positions_T[row.rows], router)
+            columns = (batch.ids_T, batch.positions_T, batch.routes_TLK)
+            ids_T, positions_T, routes_TLK = (None if column is None else column[row.rows] for column in columns)
+            hidden_TD, routers = self._run(row, ids_T, positions_T, router, routes_TLK)
         located = TokenLocations.of(row, rows_N)
         hidden_ND = hidden_TD.index_select(0, row.place_T[rows_N[located.here]])
         return RowStates(hidden_ND, routers and tuple(r[: row.tokens] for r in routers), located)
 
-    def _run(self, row: AttentionContext, ids_T: Tensor, positions_T: Tensor, router: bool) -> tuple[Tensor, Routers]:
-        self.attention.begin(self.inner, row)
+    def _run(
+        self, row: AttentionContext, ids_T: Tensor, positions_T: Tensor, router: bool, routes_TLK: Tensor | None
+    ) -> tuple[Tensor, Routers]:
+        self.attention.begin(self.inner, row, routes_TLK)
         inputs = {"input_ids": ids_T[None], "attention_mask": unpadded(ids_T[None]), "position_ids": positions_T[None]}
         with self.attention.running():
             out = self._backbone(router, **inputs)
@@ -149,6 +154,7 @@ class PaddedRows:
     inputs: dict[str, Tensor]
     flat_T: Tensor
     lengths: np.ndarray  # length of the sequence, for every slot
+    routes_TLK: Tensor | None = None  # of the batch, for every slot
 
     @classmethod
     def of(cls, batch: TokenBatch, *, positions: bool = False) -> "PaddedRows":
@@ -171,7 +177,8 @@ class PaddedRows:
             # Padding gets positions inside the sequence, since the largest position selects the frequencies.
             places = np.minimum(np.arange(width), lengths - 1)
             inputs["position_ids"] = torch.from_numpy(places).to(device)
-        return cls(inputs, flat, lengths)
+        routes_TLK = None if batch.routes_TLK is None else batch.routes_TLK[rows].flatten(0, 1)
+        return cls(inputs, flat, lengths, routes_TLK)
 
 
 def learned_positions(model: nn.Module) -> int | None:
@@ -205,6 +212,18 @@ def switch_off_dropout(model: nn.Module) -> bool:
     for module, name in found:
         setattr(module, name, 0.0)
     return bool(found)
+
+
+@contextlib.contextmanager
+def dropout_off(model: nn.Module) -> Iterator[None]:
+    """No dropout inside the context, in train mode too."""
+    found = [(module, name, getattr(module, name)) for module, name in _dropouts(model)]
+    switch_off_dropout(model)
+    try:
+        yield
+    finally:
+        for module, name, probability in found:
+            setattr(module, name, probability)
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -110,17 +110,26 @@ def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
             raise UserError(f"{flag} {path}: damaged or missing weights ({reason}); copy the file again") from error
 
 
+RANDOM = "random_weights"  # in the metadata of a file without tensors
+
+
+def has_random_weights(pretrain: str) -> bool:
+    path = Path(pretrain).expanduser() / SINGLE
+    return path.is_file() and WeightFiles([path]).random
+
+
 class WeightFiles:
     """The safetensors files of a model: names and shapes of tensors, and reads of any part of a tensor."""
 
     def __init__(self, paths: list[Path]):
         self.paths = paths
         self._entries: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+        self.random = False  # a model given by its size: weights are drawn where they are needed
         for path in paths:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
+            self.random |= RANDOM in header.pop("__metadata__", {})
             self._entries |= {name: (path, 8 + length, entry) for name, entry in header.items()}
         self._open: dict[Path, Any] = {}
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.distributed.process_group import Peers
-from trimtab.models.fused_layer import is_mixture
+from trimtab.errors import UserError
+from trimtab.models.attention import PackedPass, carried
 
 
 class ExpertLoad:
@@ -69,9 +70,30 @@ Routes = dict[nn.Module, list[Tensor]]
 """Experts that each router chose, call by call [T, K]."""
 
 
+ROUTER = {"top_k", "num_experts", "hidden_dim", "norm_topk_prob"}
+
+
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """Of mixtures that fused layers know."""
-    return [mlp.gate for mlp in model.modules() if is_mixture(mlp)]
+    """Routers that give the most likely experts their softmax, in the order of the layers."""
+    mixtures = (module for module in model.modules() if {"gate", "experts"} <= dict(module.named_children()).keys())
+    return [mixture.gate for mixture in mixtures if is_softmax_router(mixture.gate)]
+
+
+def routed_layers(model: nn.Module) -> tuple[int, ...]:
+    """The numbers of the decoder layers with these routers."""
+    routers = set(routers_of(model))
+    names = (name for name, module in model.named_modules() if module in routers)
+    return tuple(int(part) for name in names for part in name.split(".") if part.isdigit())
+
+
+def is_softmax_router(router: nn.Module) -> bool:
+    """Those with groups of experts, factors or biases have more attributes; others call sigmoid."""
+    tensors = router._parameters.keys() | router._buffers.keys()
+    settings = {name for name in vars(router) if not name.startswith("_")} - {"training", "replayed"}
+    if tensors != {"weight"} or router._modules or "top_k" not in settings or not settings <= ROUTER:
+        return False
+    called = inspect.unwrap(type(router).forward).__code__.co_names
+    return "softmax" in called and "sigmoid" not in called
 
 
 @contextlib.contextmanager
@@ -103,10 +125,50 @@ def replayed_routes(found: Routes) -> Iterator[None]:
             del router.replayed
 
 
-def _replay(router: nn.Module, _: tuple, out: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+RouterOutput = tuple[Tensor, Tensor, Tensor]
+"""Logits [T, E], and weights and numbers [T, K] of the chosen experts."""
+
+
+def _replay(router: nn.Module, _: tuple, out: RouterOutput) -> RouterOutput:
+    return _with_experts(router, out, next(router.replayed))
+
+
+def _with_experts(router: nn.Module, out: RouterOutput, chosen_TK: Tensor) -> RouterOutput:
+    """These experts instead of the router's own, with the weights it gives them; gradients reach the router."""
     logits_TE, weights_TK, _ = out
-    chosen_TK = next(router.replayed)
     shares_TK = logits_TE.float().softmax(-1).gather(1, chosen_TK.long())
     if getattr(router, "norm_topk_prob", True):
         shares_TK = shares_TK / shares_TK.sum(1, keepdim=True)
     return logits_TE, shares_TK.to(weights_TK.dtype), chosen_TK
+
+
+# ---- choices of an engine, in scoring and training
+
+
+def replay_routes_of_batches(model: nn.Module) -> None:
+    """Let the routers choose the experts of `TokenBatch.routes_TLK` in passes over batches that have them, and in their
+    backward passes. A token without known experts chooses by itself. Other passes, as of an engine, are as before."""
+    for layer, router in enumerate(routers_of(model)):
+        router.register_forward_hook(functools.partial(_replay_in_batch, layer))
+
+
+def _replay_in_batch(layer: int, router: nn.Module, _: tuple, out: RouterOutput) -> RouterOutput | None:
+    current = carried(router)
+    given_TK = current.routes_of(layer) if isinstance(current, PackedPass) else None
+    if given_TK is None:
+        return None
+    unknown = torch.iinfo(given_TK.dtype).max
+    return _with_experts(router, out, torch.where(given_TK == unknown, out[2], given_TK.to(out[2].dtype)))
+
+
+def check_routes(model: nn.Module, routes_TLK: Tensor) -> None:
+    """Refuse experts of another model, as a recording may have them."""
+    routers = routers_of(model)
+    own = len(routers), routers[0].top_k
+    experts, known = len(routers[0].weight), routes_TLK[routes_TLK != torch.iinfo(routes_TLK.dtype).max]
+    if routes_TLK.shape[1:] != own or bool(((known < 0) | (known >= experts)).any()):
+        layers, chosen = routes_TLK.shape[1:]
+        raise UserError(
+            f"the recorded experts are of another model: {layers} layers with {chosen} experts a token, and this one "
+            f"has {own[0]} with {own[1]} of {experts}; give --routing_replay off"
+        )

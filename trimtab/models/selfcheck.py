@@ -33,7 +33,7 @@ from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import NAME, UnsupportedAttention, register
 from trimtab.models.packed import PackedModel, Path, cast_parameters, scoring
 from trimtab.models.pretrained import first_line
-from trimtab.models.recurrent import RecurrentForward
+from trimtab.models.recurrent import RecurrentForward, recurrent_modules
 from trimtab.models.rotary import ORIGINAL, rotary_limits
 
 
@@ -152,6 +152,11 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
 
 FAILURES = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 KERNELS = ("fla", "causal_conv1d", "mamba_ssm")  # packages whose functions transformers calls where they are installed
+
+
+def needs_accelerator(model: nn.Module) -> bool:
+    """Whether layers of the model use kernels that do not run on a CPU."""
+    return any(name in sys.modules for name in KERNELS) and bool(recurrent_modules(model))
 
 
 def cannot_run(error: Exception) -> str:

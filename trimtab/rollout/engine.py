@@ -173,6 +173,8 @@ class TokenSession(Session):
 class Engine:
     exact: bool
     """Whether its log-probs are the trainer's own, but for the last bits of fp32."""
+    batch_invariant = False
+    """Whether they are the same bits whatever else is sampled, and whatever was cached."""
     version: int
     """Version of the weights, as set by the last change; every token carries the one it was drawn with."""
     context: int | None

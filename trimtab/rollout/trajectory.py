@@ -7,7 +7,7 @@ A partial rollout is a trajectory without a finish reason. Engines resume from i
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -52,6 +52,7 @@ class Trajectory:
     branch: int = 0  # index of this sequence in an episode whose history was rewritten
     alternatives: TopLogprobs | None = None  # if requested, and there are tokens
     prompt_log_probs: PromptLogprobs | None = None  # if requested
+    routes: "RouteArray | None" = None  # its last row is of the last token
 
     def __post_init__(self) -> None:
         self.tokens = np.asarray(self.tokens, dtype=np.int32)
@@ -92,7 +93,8 @@ class Trajectory:
     def with_observation(self, ids: Sequence[int] | np.ndarray) -> "Trajectory":
         """Append tokens that the model did not draw."""
         tokens = np.concatenate((self.tokens, np.asarray(ids, dtype=np.int32)))
-        return replace(self, tokens=tokens, drawn=np.concatenate((self.mask, np.zeros(len(ids), dtype=bool))))
+        drawn = np.concatenate((self.mask, np.zeros(len(ids), dtype=bool)))
+        return replace(self, tokens=tokens, drawn=drawn, routes=merge_routes(self.routes, None, len(ids)))
 
     def with_turn(self, turn: "Trajectory") -> "Trajectory":
         """Append the tokens that the model drew in a turn, finished or partial."""
@@ -104,6 +106,7 @@ class Trajectory:
             plain_log_probs=np.concatenate(plain) if plain else None,
             versions=np.concatenate((self.versions, turn.versions)),
             drawn=np.concatenate((self.mask, np.ones(len(turn.tokens), dtype=bool))),
+            routes=merge_routes(self.routes, turn.routes, len(turn.tokens)),
         )
 
     def versions_with(self, count: int, version: int) -> np.ndarray:
@@ -119,6 +122,43 @@ class Trajectory:
         own = replace(self, prompt=0, prompt_ids=prompt_ids, finish=finish)
         own.plain_log_probs = own.alternatives = own.prompt_log_probs = None
         return own
+
+
+# ---- routes of mixtures of experts
+
+
+RouteArray: TypeAlias = np.ndarray
+"""Experts that an engine's routers chose [tokens, layers, top_k], uint8 or int16: for the last tokens of a sequence or
+for all, prompt included. The largest number of the dtype (`no_route`): not known, as of the last token of an answer,
+which no layer has seen."""
+
+
+def no_route(dtype: np.dtype) -> int:
+    return int(np.iinfo(dtype).max)
+
+
+def fit_routes(routes: RouteArray, length: int) -> RouteArray:
+    """The routes of the last `length` tokens; unknown ones before those that are known."""
+    missing = length - len(routes)
+    if missing <= 0:
+        return routes[-missing:]
+    return np.pad(routes, ((missing, 0), (0, 0), (0, 0)), constant_values=no_route(routes.dtype))
+
+
+def merge_routes(before: RouteArray | None, after: RouteArray | None, new: int) -> RouteArray | None:
+    """The routes of a sequence that has grown by `new` tokens: those of `before` where they are known, since their
+    tokens were sampled with them, and those of `after`, in which earlier tokens were read again."""
+    known = [routes for routes in (before, after) if routes is not None]
+    if not known:
+        return None
+    length = max(0 if before is None else len(before) + new, 0 if after is None else len(after))
+    merged = np.full((length, *known[0].shape[1:]), no_route(known[0].dtype), known[0].dtype)
+    if after is not None:
+        merged[length - len(after) :] = after
+    if before is not None and len(before):
+        place = merged[length - new - len(before) : length - new]
+        place[...] = np.where(before == no_route(before.dtype), place, before)
+    return merged
 
 
 def partials_to_run(given: Sequence[Trajectory] | None, samples: int, request: int, limit: int) -> Sequence[Trajectory]:
@@ -142,6 +182,7 @@ class FlatTrajectories(NamedTuple):
     drawn_T: np.ndarray  # bool
     log_probs_N: np.ndarray  # fp32, of the drawn tokens
     versions_N: np.ndarray | None  # int32, of the drawn tokens; None: not known of all
+    routes_TLK: RouteArray | None  # None: not known of any
 
 
 def flatten(trajectories: Sequence[Trajectory], *, prompts: bool) -> FlatTrajectories:
@@ -156,5 +197,9 @@ def flatten(trajectories: Sequence[Trajectory], *, prompts: bool) -> FlatTraject
     versions = None
     if all(len(one.versions) or not len(one.log_probs) for one in trajectories):
         versions = np.concatenate([one.versions for one in trajectories])
-    log_probs = np.concatenate([one.log_probs for one in trajectories])
-    return FlatTrajectories(np.concatenate(tokens), np.concatenate(masks), log_probs, versions)
+    log_probs, routes = np.concatenate([one.log_probs for one in trajectories]), None
+    if known := [one.routes for one in trajectories if one.routes is not None]:
+        lengths = [one.length if prompts else len(one.tokens) for one in trajectories]
+        routes = [known[0][:0] if one.routes is None else one.routes for one in trajectories]
+        routes = np.concatenate([fit_routes(own, length) for own, length in zip(routes, lengths)])
+    return FlatTrajectories(np.concatenate(tokens), np.concatenate(masks), log_probs, versions, routes)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from trimtab.config.training_options import LoadOptions
 from trimtab.data.hub import hub_or_cache
 from trimtab.distributed.device import Device
-from trimtab.distributed.fsdp import blocks_of, keep_shard, local, reshard_model
+from trimtab.distributed.fsdp import blocks_of, keep_shard, local, reshard_model, splits_width
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.random_state import preserve_rng_state
 from trimtab.files import flush
@@ -58,6 +58,9 @@ class ModelSource:
                 tensor = _tensor(model, name)
                 if id(tensor) not in filled:
                     filled[id(tensor)] = tensor
+                    if self.files.random:
+                        local(tensor).normal_(std=0.02) if tensor.ndim > 1 else local(tensor).fill_(1.0)
+                        continue
                     for block in blocks_of(tensor):
                         if block.size:
                             local(tensor)[block.held].copy_(self.files.read(key, block.slices))
@@ -91,6 +94,8 @@ def begin_sharded_load(
     if options.attn_implementation is not None:
         building["attn_implementation"] = options.attn_implementation
     model = fake_model(pretrain, loader, flag, building=building, **more)
+    if files.random:
+        return ModelSource(model, "random", files=files, keys={name: name for name in model.state_dict()})
     _read_generation_config(model, pretrain)
     _untie_different(model, files)
     spare = HEAD if head is not None else None
@@ -99,7 +104,9 @@ def begin_sharded_load(
     missing = model.state_dict().keys() - keys.keys()
     direct = not renamed and not _is_converted(model) and all(name.startswith(f"{spare}.") for name in missing)
     # With fewer experts than processes, some processes would have nothing to stack.
-    if not direct and any(p.ndim > 2 and p.shape[0] < mesh.gradients.size for p in model.parameters()):
+    sizes = {mesh.for_sharding(copies=copies).size(-1) for copies in (True, False)} if mesh.size > 1 else set()
+    experts = [] if direct else [parameter for parameter in model.parameters() if parameter.ndim > 2]
+    if any(p.shape[0] < n and not (mesh.neighbours == 1 and splits_width(p, n)) for p in experts for n in sizes):
         return None
     # transformers' loader does not detect mismatched shapes when it reads in parts.
     shapes = {name: tuple(_tensor(model, name).shape) for name in model.state_dict() if name != f"{spare}.weight"}

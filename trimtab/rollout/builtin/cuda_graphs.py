@@ -3,7 +3,8 @@
 Decode steps are captured for each padded number of rows. A row of the table holds a sequence's newest token, position,
 number of sampled tokens, seed, limit and pages. A step reads it, samples the next token and advances the row. Within a
 chunk of steps the host does nothing. A row at its limit or after a stop token writes to page 0 only, and so do padding
-rows. Weights may change in place between calls; `GraphCache` detects when graphs must be captured again.
+rows. States of recurrent layers are in rows, too (state_cache.py). Weights may change in place between calls;
+`GraphCache` detects when graphs must be captured again.
 
 Prefills are captured for padded sizes, only with fused layers and torch's variable-length attention, which accepts
 sequences of length 0: padding tokens belong to no sequence, and their keys go to page 0, which is never read. Until a
@@ -11,9 +12,10 @@ size has occurred often enough to be worth capturing, the same work runs eagerly
 same kernels and so the same numbers.
 """
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ from trimtab.rollout.builtin.kv_cache import KVCache
 from trimtab.rollout.builtin.model_runner import ModelRunner, switches
 from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler, SamplerOutput, SamplingFeatures
 from trimtab.rollout.builtin.scheduler import SequenceState
+from trimtab.rollout.builtin.state_cache import DecodeStates, StateTable
 from trimtab.rollout.sampling import SamplingParams
 
 COLUMNS = 5  # before the pages
@@ -47,9 +50,16 @@ class DecodeGraphs:
     chunk_size = 24  # decode steps of a chunk, and
     long_chunk_size = 64  # while no sequence waits
 
-    def __init__(self, sampler: Sampler | PerRequestSampler, cache: KVCache, max_num_seqs: int, longest: int):
-        """`longest`: tokens of a sequence."""
-        self.sampler, self.size = sampler, cache.size
+    def __init__(
+        self,
+        sampler: Sampler | PerRequestSampler,
+        cache: KVCache,
+        max_num_seqs: int,
+        longest: int,
+        states: StateTable | None = None,
+    ):
+        """`longest`: tokens of a sequence; `states`: of recurrent layers."""
+        self.sampler, self.size, self.states = sampler, cache.size, states
         self.pages = 1 << (-(-longest // cache.size) - 1).bit_length()
         device, shape = cache.device, (padded_rows(max_num_seqs), COLUMNS + self.pages)
         self.host = torch.zeros(shape, dtype=torch.int64, pin_memory=can_pin(device.type))
@@ -60,6 +70,7 @@ class DecodeGraphs:
         self.log_probs = torch.zeros(2 if sampler.plain else 1, *results, device=device)
         self.angles: tuple[Tensor, Tensor] | None = None
         self.graphs: dict[int, DeviceGraph] = {}
+        self.states_of: dict[int, DecodeStates] = {}  # views of the table, by number of rows
         self.rows: list[SequenceState] = []
         self.arranged: list[SequenceState] = []  # the same in the caller's order
         self.followed: list[SequenceState] = []  # the same, while the host's table equals the device's
@@ -75,6 +86,8 @@ class DecodeGraphs:
         count = len(self.rows)
         bucket = padded_rows(count)
         self._ensure_captured(runner, bucket)
+        if self.states is not None:
+            self.states.place(self.rows)
         self._fill(bucket)
         self.table[:bucket].copy_(self.host[:bucket], non_blocking=True)
         if isinstance(self.sampler, PerRequestSampler):
@@ -111,7 +124,20 @@ class DecodeGraphs:
         self.table.zero_()
         self.step.zero_()
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        return captured_graph(lambda: self._step(runner, rows), pool)
+        with contextlib.nullcontext() if self.states is None else self._with_states(runner, rows):
+            return captured_graph(lambda: self._step(runner, rows), pool)
+
+    @contextlib.contextmanager
+    def _with_states(self, runner: ModelRunner, rows: int) -> Iterator[None]:
+        """Inside, steps with this number of rows update the states in place; afterwards the states are as before."""
+        assert self.states is not None
+        self.states.allocate(runner.states_of_one)
+        self.states_of[rows] = states = self.states.of_rows(rows)
+        before = states.addresses()
+        with self.states.preserved():
+            yield
+        if states.addresses() != before:
+            raise CaptureFailed("a recurrent layer replaces its state instead of updating it")
 
     def _step(self, runner: ModelRunner, rows: int) -> None:
         if self.angles is None or runner.fused is None:
@@ -130,9 +156,8 @@ class DecodeGraphs:
         tokens, positions, drawn, seeds, limits = table[:, :COLUMNS].unbind(1)
         over = drawn >= limits
         where = positions.masked_fill(over, 0)
-        result = self.sampler.draw(
-            runner.logits(runner.decode(tokens, where, table[:, COLUMNS:], idle_B=over)), seeds, drawn, None
-        )
+        hidden = runner.decode(tokens, where, table[:, COLUMNS:], idle_B=over, states=self.states_of.get(rows))
+        result = self.sampler.draw(runner.logits(hidden), seeds, drawn, None)
         self.tokens[:, :rows].index_copy_(0, self.step, result.tokens_B[None])
         for kept, new in zip(self.log_probs, (result.log_probs_B, result.plain_B)):
             kept[:, :rows].index_copy_(0, self.step, new[None])
@@ -383,25 +408,51 @@ logger = logging.getLogger(__name__)
 class GraphCache:
     """The graphs captured for a policy, kept between calls while they are valid."""
 
-    def __init__(self, policy: Policy, max_num_seqs: int, *, possible: bool = True):
+    def __init__(self, policy: Policy, max_num_seqs: int, *, possible: bool = True, recurrent: bool = False):
         self.policy, self.max_num_seqs = policy, max_num_seqs
         self.possible = possible and has_graphs(policy.device)
-        self.release()
+        self.states = StateTable(policy.config) if recurrent else None
+        self._forget()
 
     def release(self) -> None:
+        """Free all memory. No sequence may be running."""
+        self._forget()
+        if self.states is not None:
+            self.states.clear()
+
+    def state_rows(self, samples: int) -> int:
+        """Rows that the table of states needs for this number of sequences at once."""
+        return 0 if self.states is None else max(self.states.rows, padded_rows(samples))
+
+    @property
+    def state_bytes(self) -> int:
+        return 0 if self.states is None else self.states.nbytes
+
+    def return_states(self, samples: Sequence[SequenceState]) -> None:
+        """Before steps that are not captured: sequences keep the states of recurrent layers themselves."""
+        if self.states is not None:
+            self.states.give_back(samples)
+            if not self.possible:
+                self.states.clear()
+
+    def _forget(self) -> None:
         self.prefills: PrefillGraphs | None = None
         self.decodes: DecodeGraphs | None = None
         self._by_rows: dict[bool, tuple[SamplingFeatures, DecodeGraphs]] = {}  # by whether sampling filters tokens
         self._hold_for: tuple = ()
         self._rule: tuple = ()  # sampling rule of `decodes`
 
-    def follow(self, cache: KVCache, *, fused: bool) -> None:
-        """Drop graphs that are no longer valid for the policy and this cache; `fused`: with fused layers."""
+    def follow(self, cache: KVCache, *, fused: bool, state_rows: int) -> None:
+        """Drop graphs that are no longer valid for the policy and this cache; `fused`: with fused layers; `state_rows`:
+        of the table of states."""
         if not self.possible:
             return
+        if self.states is not None and state_rows > self.states.rows:
+            self._forget()
+            self.states.grow(state_rows)
         hold_for = fingerprint(self.policy, cache)
         if hold_for != self._hold_for:
-            self.release()
+            self._forget()
             self._hold_for = hold_for
         width = cache.shape.width
         half = cache.shape.dtype in (torch.bfloat16, torch.float16)
@@ -412,7 +463,7 @@ class GraphCache:
     def give_up(self, reason: CaptureFailed) -> None:
         """Run eagerly from now on."""
         logger.warning("the model cannot be captured as a graph and generates more slowly: %s", reason)
-        self.release()
+        self._forget()
         self.possible = False
 
     def decode_graphs(self, cache: KVCache, sampling: SamplingParams, longest: int) -> DecodeGraphs | None:
@@ -422,7 +473,7 @@ class GraphCache:
         if self.decodes is None or self._rule != sampling.rule or not self.decodes.holds(longest):
             self.decodes = None  # free its memory first
             sampler = Sampler(sampling, self.policy.head.out_features, cache.device)
-            self.decodes, self._rule = DecodeGraphs(sampler, cache, self.max_num_seqs, longest), sampling.rule
+            self.decodes, self._rule = self._decode_graphs(sampler, cache, longest), sampling.rule
         return self.decodes
 
     def decode_graphs_by_row(
@@ -437,8 +488,11 @@ class GraphCache:
             kind = kind if found is None else found[0].together_with(kind)
             self._by_rows.pop(kind.filtered, None)  # free its memory first
             sampler = PerRequestSampler.blank(kind, padded_rows(self.max_num_seqs), cache.device)
-            found = self._by_rows[kind.filtered] = kind, DecodeGraphs(sampler, cache, self.max_num_seqs, longest)
+            found = self._by_rows[kind.filtered] = kind, self._decode_graphs(sampler, cache, longest)
         return found[1]
+
+    def _decode_graphs(self, sampler: Sampler | PerRequestSampler, cache: KVCache, longest: int) -> DecodeGraphs:
+        return DecodeGraphs(sampler, cache, self.max_num_seqs, longest, self.states)
 
 
 def can_capture(sampling: SamplingParams) -> bool:

@@ -141,7 +141,7 @@ class BuiltinSession(TokenSession):
         self._new: list[SequenceState] = []
         self._scheduler: Scheduler | None = None
         self._prepared = False
-        self._address: tuple[tuple[int, ...], int] | None = None  # of the KV cache that the graphs were checked for
+        self._address: tuple | None = None  # of the KV cache that the graphs were checked for, and its size
         self.contexts = contextlib.ExitStack()  # open until the session is closed
 
     # ---- the session's interface
@@ -252,11 +252,11 @@ class BuiltinSession(TokenSession):
         engine, memory = self.engine, self.engine.memory
         if self._scheduler is not None:
             self._scheduler.free_finished()  # new requests may hit their prefixes
-        samples = max(self._expected, len(self._unfinished()) + len(self._new))
-        cache = memory.cache(min(engine.max_num_seqs, samples), self._longest, self.device)
-        address = tuple(tensor.data_ptr() for tensor in cache.tensors), cache.pages
+        samples = min(engine.max_num_seqs, max(self._expected, len(self._unfinished()) + len(self._new)))
+        cache, rows = memory.cache(samples, self._longest, self.device), engine.captured.state_rows(samples)
+        address = tuple(tensor.data_ptr() for tensor in cache.tensors), cache.pages, rows
         if self._address != address:  # nothing else that graphs depend on changes in an open session
-            engine.captured.follow(cache, fused=engine.fused is not None)
+            engine.captured.follow(cache, fused=engine.fused is not None, state_rows=rows)
             self._address = address
         if self._scheduler is None:
             memory.prefix_cache.enabled = self.prefix_caching and not engine.recurrent and not engine.recomputes
@@ -347,7 +347,10 @@ class BuiltinSession(TokenSession):
         # Learned positions end with the context.
         last = min(tables.shape[1] * runner.cache.size, self.engine.context or math.inf) - 1
         results: list[SamplerOutput] = []
-        states = DecodeStates.of([s.states for s in running], runner.policy.config) if runner.recurrent else None
+        states = None
+        if runner.recurrent:
+            self.engine.captured.return_states(running)
+            states = DecodeStates.of([s.states for s in running], runner.policy.config)
         for step in range(steps):
             # A sequence past its end writes to page 0, which is never read.
             hidden = runner.decode(tokens, (positions + step).clamp(max=last), tables, states=states)
@@ -428,17 +431,17 @@ class BuiltinEngine(Engine):
             # Fused layers read whole weights; with tensor parallelism the modules reduce their partial sums.
             self.fused = None if cut else build_fused_layers(policy, shape, arguments, page_size)
         self.memory = KVCacheManager(shape, page_size, kv_tokens, self.tensor)
-        # With tensor parallelism every layer has collectives, which are not captured in graphs.
-        # States of recurrent layers are joined anew for every chunk.
         self.recomputes = policy.path != "packed"
         self.recurrent = not self.recomputes and bool(recurrent_modules(policy.inner))
         if self.recurrent:
             with policy.at_work():
                 check_decode(policy, shape, page_size)
-        graphs = not (eager or cut or self.recurrent or self.recomputes)
-        self.captured = GraphCache(policy, max_num_seqs, possible=graphs)
+        # With tensor parallelism every layer has collectives, which are not captured in graphs.
+        graphs = not (eager or cut or self.recomputes)
+        self.captured = GraphCache(policy, max_num_seqs, possible=graphs, recurrent=self.recurrent)
         same_kernels = self.fused is not None and policy.attention.fused
         self.exact = (shape.dtype == torch.float32 or same_kernels) and not weight_only_int8
+        self.batch_invariant = same_kernels and not weight_only_int8
         self.version = 0
         self.context = generated_context(policy.config)
         self.prefilled_tokens = 0
@@ -506,6 +509,6 @@ class BuiltinEngine(Engine):
             self._int8.release()
 
     def trim_memory(self) -> None:
-        """Sleep if the KV cache is larger than the memory that is still free."""
-        if self.memory.held > free_memory(self.policy.device):
+        """Sleep if the KV cache and states are larger than the memory that is still free."""
+        if self.memory.held + self.captured.state_bytes > free_memory(self.policy.device):
             self.sleep()

@@ -143,6 +143,13 @@ class ModelRunner:
         last = np.cumsum([len(tokens) - done for tokens, done, _ in sequences]) - 1
         return self.prefill_hidden(sequences)[last.tolist()]
 
+    def states_of_one(self) -> States:
+        """States of a sequence of one token, whose keys go to page 0."""
+        self.prefill([([0], 0, [0])])
+        (states,) = self.states
+        assert states is not None
+        return states
+
     def prefill_hidden(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
         """`prefill` with the hidden states of all tokens that were not cached [T, D]."""
         spans, ids, positions, slots, wholes, start = [], [], [], [], [], 0

@@ -1,11 +1,14 @@
 """States of recurrent layers in the engine: of constant size for each sequence, kept beside its pages of the KV cache.
 
 A prefill runs prompts of equal length together: padding would enter their states. Samples of one prompt begin with its
-state. A decode chunk joins the states of its sequences and splits them at the end. The layers' objects are those of
-transformers' cache, so modules read and update them as in its own generation.
+state. An eager decode chunk joins the states of its sequences and splits them at the end; captured steps work on a
+table, in which a sequence's states stay from chunk to chunk. The layers' objects are those of transformers' cache, so
+modules read and update them as in its own generation.
 """
 
+import contextlib
 import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +30,13 @@ def empty_cache(config: Any) -> DynamicCache:
     return DynamicCache(config=config.get_text_config())
 
 
+def tensors_of(layers: Iterable[Any]) -> list[Tensor]:
+    states = [getattr(layer, name, {}) for layer in layers for name in KINDS]
+    return [state for own in states for state in own.values() if state is not None]
+
+
 def state_bytes(cache: DynamicCache) -> int:
-    states = [getattr(layer, name, {}) for layer in cache.layers for name in KINDS]
-    return sum(state.nbytes for own in states for state in own.values() if state is not None)
+    return sum(state.nbytes for state in tensors_of(cache.layers))
 
 
 @dataclass
@@ -72,14 +79,99 @@ class DecodeStates:
 
     @classmethod
     def of(cls, states: list[States], config: Any) -> "DecodeStates":
+        return cls.on(
+            {i: _with_states(first, [own[i] for own in states], torch.cat) for i, first in states[0].items()}, config
+        )
+
+    @classmethod
+    def on(cls, layers: States, config: Any) -> "DecodeStates":
+        """`layers`: of the whole batch."""
         cache = empty_cache(config)
-        for index, first in states[0].items():
-            cache.layers[index] = _with_states(first, [own[index] for own in states], torch.cat)
+        for index, layer in layers.items():
+            cache.layers[index] = layer
         return cls(cache)
+
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in tensors_of(self.cache.layers)]
 
     def mix(self, run: Run, hidden: Tensor) -> Tensor:
         """hidden: [S, 1, D]"""
         return run(hidden, self.cache)
+
+
+class StateTable:
+    """States of sequences that decode in captured steps: one row each, at fixed addresses. An owner whose own `states`
+    are None has them here."""
+
+    def __init__(self, config: Any):
+        self._config = config
+        self.clear()
+
+    def clear(self) -> None:
+        """Free its memory."""
+        self.rows = 0
+        self._layers: States = {}
+        self._owners: list[Any] = []  # of each row
+
+    def grow(self, rows: int) -> None:
+        """To this many rows, with their contents at new addresses."""
+        self.rows = rows
+
+        def larger(state: Tensor) -> Tensor:
+            made = state.new_zeros(rows, *state.shape[1:])
+            made[: len(self._owners)] = state[: len(self._owners)]
+            return made
+
+        self._layers = _each(self._layers, larger)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in tensors_of(self._layers.values()))
+
+    def allocate(self, make: Callable[[], States]) -> None:
+        """Once; `make` returns the states of any sequence."""
+        if not self._layers:
+            self._layers = _each(make(), lambda state: state.new_zeros(self.rows, *state.shape[1:]))
+
+    def of_rows(self, rows: int) -> DecodeStates:
+        """The first rows, to be updated in place."""
+        return DecodeStates.on(_each(self._layers, lambda state: state[:rows]), self._config)
+
+    def place(self, owners: Sequence[Any]) -> None:
+        """Put the states of these owners into the first rows, in this order."""
+        before = {owner: row for row, owner in enumerate(self._owners)}
+        fresh = [row for row, owner in enumerate(owners) if owner.states is not None]
+        moved = [row for row, owner in enumerate(owners) if owner.states is None and before[owner] != row]
+        if fresh:
+            given = DecodeStates.of([owners[row].states for row in fresh], self._config).cache.layers
+            new = tensors_of(given[index] for index in self._layers)
+        for number, tensor in enumerate(tensors_of(self._layers.values())):
+            if moved:
+                tensor[moved] = tensor[[before[owners[row]] for row in moved]]
+            if fresh:
+                tensor[fresh] = new[number]
+        for owner in owners:
+            owner.states = None
+        self._owners = list(owners)
+
+    def give_back(self, owners: Sequence[Any]) -> None:
+        """Let these owners keep their states themselves."""
+        rows = {owner: row for row, owner in enumerate(self._owners)}
+        for owner in owners:
+            if owner.states is None:
+                owner.states = _each(_of_row(self._layers, rows[owner]), torch.clone)
+        self._owners = []
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Inside, rows may be overwritten."""
+        tensors, used = tensors_of(self._layers.values()), len(self._owners)
+        before = [tensor[:used].clone() for tensor in tensors] if used else []
+        try:
+            yield
+        finally:
+            for tensor, rows in zip(tensors, before):
+                tensor[:used] = rows
 
 
 def split_states(cache: DynamicCache, count: int) -> list[States]:
@@ -89,16 +181,18 @@ def split_states(cache: DynamicCache, count: int) -> list[States]:
         for index, layer in enumerate(cache.layers)
         if any(getattr(layer, "has_previous_state", {}).values())
     }
-    return [
-        {
-            index: _with_states(layer, [layer], lambda part, own=own: part[0][own : own + 1])
-            for index, layer in layers.items()
-        }
-        for own in range(count)
-    ]
+    return [_of_row(layers, row) for row in range(count)]
 
 
-def _with_states(like: Any, layers: list[Any], join: Any) -> Any:
+def _of_row(layers: States, row: int) -> States:
+    return _each(layers, lambda state: state[row : row + 1])
+
+
+def _each(layers: States, change: Callable[[Tensor], Tensor]) -> States:
+    return {index: _with_states(layer, [layer], lambda part: change(part[0])) for index, layer in layers.items()}
+
+
+def _with_states(like: Any, layers: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
     """A copy of a cache layer with these states."""
     made = copy.copy(like)
     for name in KINDS:

@@ -23,7 +23,7 @@ from trimtab.models.pretrained import from_pretrained
 from trimtab.models.weight_export import WeightExport
 from trimtab.rollout.engine import Engine, TokenSession
 from trimtab.rollout.sampling import SamplingParams, request_seed, stop_string_end
-from trimtab.rollout.trajectory import Finish, TopLogprobs, Trajectory
+from trimtab.rollout.trajectory import Finish, RouteArray, TopLogprobs, Trajectory, merge_routes, no_route
 from trimtab.rollout.vllm.worker_extension import AdapterFolder, rank_that_fits
 
 
@@ -140,6 +140,18 @@ class VLLMRequest:
         flat, new = self.output.logprobs, count - len(self.partial.ids)
         drawn = np.array([flat.logprobs[start] for start in flat.start_indices[:new]], dtype=np.float32)
         return np.concatenate([self.partial.log_probs, drawn])
+
+    def routes(self, count: int, layers: Sequence[int], dtype: type[np.integer]) -> RouteArray | None:
+        """vLLM gives them when it finishes a request, of all layers and of all tokens but the last; none if we do."""
+        given = None if self.output is None else self.output.routed_experts
+        if given is not None and len(given) < len(self.prompt_ids) + len(self.ids) - 1:
+            given = None  # of other tokens: some versions leave the prompt out
+        if given is not None:
+            length = len(self.prompt_ids) + count
+            known = given[:length, list(layers)].astype(dtype)
+            given = np.full((length, *known.shape[1:]), no_route(known.dtype), dtype)
+            given[: len(known)] = known
+        return merge_routes(self.partial.routes, given, count - len(self.partial.ids))
 
     def alternatives(self, count: int) -> TopLogprobs | None:
         """vLLM lists the sampled token first at each position, then the most likely ones."""
@@ -274,6 +286,8 @@ class VLLMSession(TokenSession):
         rollout.plain_log_probs = log_probs.copy() if sample.sampling.plain_log_probs else None
         rollout.versions = sample.partial.versions_with(len(ids), self.engine.version)
         rollout.alternatives = sample.alternatives(len(ids))
+        if layers := self.engine.settings.routed_layers:
+            rollout.routes = sample.routes(len(ids), layers, self.engine.route_dtype)
         return rollout
 
 
@@ -294,6 +308,8 @@ class EngineSettings:
     tensor_parallel: int = 1
     sleeps: bool = False  # memory can be released
     adapter_rank: int = 0  # above 0: only adapters are updated, and the base model stays as it was loaded
+    routed_layers: tuple[int, ...] = ()  # mixtures of experts whose choices it returns, if vLLM can
+    needs_routes: bool = False  # it must
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -331,32 +347,40 @@ class VLLMEngine(Engine):
         if current_platform.is_cpu():
             # With chunked prefill, vLLM on a CPU cannot rewind the random streams of seeded requests.
             more |= {"enable_chunked_prefill": False}
+        arguments: dict[str, Any] = {
+            "model": os.path.expanduser(folder),
+            "dtype": "bfloat16" if settings.bf16 else "float32",
+            "max_model_len": longest_that_fits(folder, settings.longest),
+            "trust_remote_code": settings.trust_remote_code,
+            "max_num_seqs": settings.max_num_seqs,
+            "gpu_memory_utilization": settings.memory_share,
+            "enable_prefix_caching": settings.prefix_caching,
+            "enforce_eager": settings.eager,
+            "enable_sleep_mode": settings.sleeps,
+            "seed": settings.seed,
+            "logprobs_mode": "processed_logprobs",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # defaults of vLLM, none from the folder
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "worker_extension_cls": WORKER_EXTENSION,
+            **more,
+        }
+        asked = with_routes(arguments, needed=settings.needs_routes) if settings.routed_layers else arguments
         try:
-            self.llm = LLMEngine.from_engine_args(
-                EngineArgs(
-                    model=os.path.expanduser(folder),
-                    dtype="bfloat16" if settings.bf16 else "float32",
-                    max_model_len=longest_that_fits(folder, settings.longest),
-                    trust_remote_code=settings.trust_remote_code,
-                    max_num_seqs=settings.max_num_seqs,
-                    gpu_memory_utilization=settings.memory_share,
-                    enable_prefix_caching=settings.prefix_caching,
-                    enforce_eager=settings.eager,
-                    enable_sleep_mode=settings.sleeps,
-                    seed=settings.seed,
-                    logprobs_mode="processed_logprobs",
-                    skip_tokenizer_init=True,
-                    generation_config="vllm",  # defaults of vLLM, none from the folder
-                    disable_log_stats=True,
-                    use_tqdm_on_load=False,
-                    worker_extension_cls=WORKER_EXTENSION,
-                    **more,
-                )
-            )
+            try:
+                self.llm = LLMEngine.from_engine_args(EngineArgs(**asked))
+            except Exception as error:
+                if asked == arguments or settings.needs_routes:
+                    raise
+                print(f"{NO_ROUTES} ({why_refused(error)})", flush=True)
+                self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except Exception as error:  # out of memory or an unsupported model: it raises anything
             raise UserError(f"--rollout_engine vllm: the engine cannot be started: {why_refused(error)}") from error
         self.vocabulary: int = self.llm.model_config.get_vocab_size()
         self.context: int = self.llm.model_config.max_model_len
+        # The largest number stands for an unknown one.
+        self.route_dtype = np.uint8 if self.llm.model_config.get_num_experts() < 256 else np.int16
 
     # ---- sessions
 
@@ -438,6 +462,26 @@ class VLLMEngine(Engine):
         if self._adapters is not None:
             self._adapters.remove()
         self.llm.engine_core.shutdown()
+
+
+NO_ROUTES = "--routing_replay auto is off: vLLM does not return the experts it chooses here"
+
+
+def with_routes(arguments: dict[str, Any], *, needed: bool) -> dict[str, Any]:
+    """vLLM's arguments that also ask for the experts of every token. vLLM 0.32 returns them with its second model
+    runner, which needs Triton and so a GPU, and with prefix caching. UserError: they are needed and refused."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    asking = arguments | {"enable_return_routed_experts": True, "enable_prefix_caching": True}
+    try:
+        EngineArgs(**asking).create_engine_config()
+        return asking
+    except Exception as error:  # vLLM's, pydantic's, or that of an earlier version without the argument
+        why = why_refused(error)
+    if needed:
+        raise UserError(f"--routing_replay on: vLLM does not return the experts it chooses here ({why}); drop it")
+    print(f"{NO_ROUTES} ({why})", flush=True)
+    return arguments
 
 
 def longest_that_fits(folder: str, asked: int | None) -> int | None:

@@ -2,7 +2,8 @@
 
 vLLM mixes `WorkerExtension` into the worker of every process. Weights go through its layerwise reload, under the names
 of Hugging Face files. On a CPU the LM head multiplies by a packed copy, which that reload does not renew if the head is
-tied to the embedding, so it is packed again here.
+tied to the embedding, and experts are packed when they are loaded, but not when they are reloaded. So both are packed
+again here.
 """
 
 import json
@@ -92,6 +93,7 @@ class WorkerExtension:
             self.model_runner.reload_weights(weights_iterator=tensors)
         if self.device.type == "cpu":
             pack_heads(self.model_runner.model)
+            pack_experts(self.model_runner.model)
 
     def receive_weights(self) -> None:
         assert self._link is not None, "no link was joined"
@@ -113,3 +115,10 @@ def pack_heads(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def pack_experts(model: nn.Module) -> None:
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(module, "w13_weight") and (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
