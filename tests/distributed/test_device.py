@@ -9,12 +9,15 @@ from trimtab.distributed.device import (
     LACKING,
     OTHER_DEVICE,
     Device,
+    choose_collectives,
+    find_device,
     has_graphs,
     has_kernels,
     kind_of_resource,
     visible_devices_env,
     widest,
 )
+from trimtab.distributed.supervision import PER_DEVICE
 from trimtab.errors import UserError
 
 
@@ -129,3 +132,65 @@ def test_the_table_of_the_page_is_the_codes():
         assert row in page, row
         refused = ", ".join(sorted(kind.lacks - {"flash-attn"})) or "nothing"
         assert f"| {kind.name} | {refused} |" in page, (kind.name, refused)
+
+
+# ---- several processes on one device
+
+
+@pytest.mark.parametrize(
+    "kind, own, asked, each, chosen",
+    [
+        ("cuda", "nccl", "auto", 1, "nccl"),
+        ("cuda", "nccl", "nccl", 1, "nccl"),
+        ("cuda", "nccl", "auto", 2, "gloo"),
+        ("cuda", "nccl", "gloo", 1, "gloo"),
+        ("cuda", "nccl", "gloo", 4, "gloo"),
+        ("cpu", "gloo", "auto", 1, "gloo"),
+        ("cpu", "gloo", "gloo", 1, "gloo"),
+        ("npu", "hccl", "auto", 1, "hccl"),
+        ("mps", None, "auto", 1, None),
+    ],
+)
+def test_processes_that_share_a_device_communicate_through_gloo(kind, own, asked, each, chosen):
+    assert choose_collectives(kind, own, asked, each) == chosen
+
+
+@pytest.mark.parametrize(
+    "kind, own, asked, each, mistake",
+    [
+        ("cuda", "nccl", "nccl", 2, "2 processes would share a device, which nccl refuses; use gloo, or start fewer"),
+        ("cpu", "gloo", "nccl", 1, "the library of this device (cpu) is gloo; leave it out"),
+        ("npu", "hccl", "auto", 2, "gloo does not work on npu devices"),
+        ("npu", "hccl", "gloo", 1, "gloo does not work on npu devices"),
+    ],
+)
+def test_a_backend_that_cannot_work_is_refused_in_one_line(kind, own, asked, each, mistake):
+    with pytest.raises(UserError) as refused:
+        choose_collectives(kind, own, asked, each)
+    assert mistake in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_workers_that_see_their_own_device_alone_do_not_share_it(monkeypatch):
+    """Ray shows each of eight processes of a machine one device."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert device.processes_per_device(1) == 8
+    monkeypatch.setenv(PER_DEVICE, "1")
+    assert device.processes_per_device(1) == 1
+
+
+@pytest.mark.parametrize("local_rank, processes, index", [(0, 2, 0), (1, 2, 0), (3, 4, 1), (1, 1, None)])
+def test_local_processes_share_the_devices_there_are(monkeypatch, local_rank, processes, index):
+    """On two devices if there are four processes, else on one. A launcher that does not say how many processes it
+    started cannot be trusted to want that."""
+    devices, used = 1 + (processes == 4), []
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setattr(device, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: None)
+    if index is None:
+        with pytest.raises(UserError, match="process 1 of this machine has no accelerator"):
+            find_device()
+    else:
+        assert find_device().torch == torch.device("cuda", index) and used == [index]

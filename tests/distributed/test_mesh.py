@@ -134,3 +134,23 @@ def test_groups_of_different_sizes_learn_beside_each_other(tmp_path):
     for stage in (0, 3):
         parts = ShardedTensors(tmp_path / str(stage))
         assert all(torch.equal(parts.whole(name), parameter) for name, parameter in expected.items())
+
+
+def gather_by_sums() -> None:
+    """What torch gathers and what we do where it cannot are the same bits, of uneven shards too."""
+    mesh = Mesh(find_world(find_device()))
+    for dtype in (torch.float32, torch.bfloat16):
+        model = network().to(dtype)
+        model[0].weight.data[0, :2] = torch.tensor([-0.0, torch.nan])
+        shard(model, list(model), mesh, zero_stage=3)
+        for parameter in model.parameters():
+            expected = parameter.full_tensor()
+            sharding._torch_cannot_gather = lambda tensor: True
+            found = sharding.whole(parameter)
+            bits = [tensor.detach().flatten().view(torch.uint8) for tensor in (found, expected)]
+            assert found.dtype == dtype and found.shape == expected.shape and torch.equal(*bits)
+    leave_world()
+
+
+def test_shards_that_torch_cannot_gather_are_summed_to_the_same_bits():
+    assert warm.call_world(gather_by_sums, 2) == [0, 0]

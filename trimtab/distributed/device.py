@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from trimtab.distributed.supervision import PER_DEVICE
 from trimtab.errors import UserError
 
 
@@ -136,7 +137,7 @@ def allocator_of(device: torch.device) -> Any:
 def free_memory(device: torch.device) -> int:
     """Bytes that this process may still allocate; of main memory, its share among this machine's processes."""
     if (allocator := allocator_of(device)) is not None:
-        free, _ = allocator.mem_get_info(device)
+        free = allocator.mem_get_info(device)[0] // processes_per_device(torch.accelerator.device_count())
         return free + allocator.memory_reserved(device) - allocator.memory_allocated(device)
     return _free_main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
@@ -144,7 +145,9 @@ def free_memory(device: torch.device) -> int:
 def total_memory(device: torch.device) -> int:
     """Bytes of an accelerator's memory; of main memory, the bytes this process may still allocate."""
     allocator = allocator_of(device)
-    return free_memory(device) if allocator is None else allocator.mem_get_info(device)[1]
+    if allocator is None:
+        return free_memory(device)
+    return allocator.mem_get_info(device)[1] // processes_per_device(torch.accelerator.device_count())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -169,6 +172,21 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(mmap_threshold, 32 * 2**20)  # the largest value it accepts
         libc.mallopt(trim_threshold, 2**30)
+
+
+def return_freed_memory() -> None:
+    """Ask the C library to return every block of 64 KiB or more when it is freed, so that memory can be measured."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(-3, 2**16)
+
+
+def private_bytes() -> int:
+    """This process's memory without mapped files; where the system does not say, its largest so far."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+    except (OSError, StopIteration):
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _free_main_memory() -> int:
@@ -213,6 +231,11 @@ def has_graphs(device: torch.device) -> bool:
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a kernel can start before the previous one has finished (programmatic dependent launch)."""
     return kind_of(device).ptx and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether products and kernels have the orders of sums that --exact was tried with (H100, H200)."""
+    return kind_of(device).ptx and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -304,11 +327,39 @@ def local_device_kind() -> DeviceKind:
     return kind_of(accelerator() or torch.device("cpu"))
 
 
+SHARING = frozenset({"cpu", "cuda"})  # devices on whose tensors gloo works
+
+
+def processes_per_device(devices: int) -> int:
+    """Processes of this machine on each of its devices, as the launcher started them."""
+    if PER_DEVICE in os.environ:
+        return int(os.environ[PER_DEVICE])
+    return -(-int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // max(1, devices)) if devices else 1
+
+
+def choose_collectives(device_type: str, own: str | None, asked: str, each: int) -> str | None:
+    """The collectives backend. `own`: the device's library; `asked`: --dist_backend; `each`: processes per device.
+    UserError: they do not go together."""
+    if asked not in ("auto", "gloo", own):
+        raise UserError(f"--dist_backend {asked}: the library of this device ({device_type}) is {own}; leave it out")
+    if device_type not in SHARING and (each > 1 or asked == "gloo"):
+        raise UserError(f"gloo does not work on {device_type} devices: start one process a device, without gloo")
+    if each > 1 and asked != "gloo" and asked == own:
+        raise UserError(
+            f"--dist_backend {asked}: {each} processes would share a device, which {asked} refuses; use gloo, or start "
+            "fewer (--nproc)"
+        )
+    return "gloo" if asked == "gloo" or each > 1 else own
+
+
 def find_device() -> Device:
     if (found := accelerator()) is not None:
         index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.accelerator.device_count()
         if index >= count:
-            raise UserError(f"process {index} of this machine has no accelerator: {count} found; start fewer (--nproc)")
+            if processes_per_device(count) == 1 or found.type not in SHARING:
+                few = f"process {index} of this machine has no accelerator: {count} found"
+                raise UserError(f"{few}; start fewer (--nproc)")
+            index %= count
         torch.accelerator.set_device_index(index)
         device = torch.device(found.type, index)
         named = getattr(torch.get_device_module(device), "get_device_name", None)

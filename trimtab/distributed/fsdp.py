@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from trimtab.distributed.device import release_main_memory
@@ -71,11 +71,15 @@ def shard(
         return
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+    split = mesh.for_sharding(copies=copies)
     arguments: dict[str, Any] = {
-        "mesh": mesh.for_sharding(copies=copies),
+        "mesh": split,
         "reshard_after_forward": zero_stage == 3,
         "mp_policy": MixedPrecisionPolicy(dtype, gradient_dtype, cast_forward_inputs=False),
     }
+    if kept is None:
+        parts = split.size(-1)
+        arguments["shard_placement_fn"] = lambda parameter: Shard(2) if splits_width(parameter, parts) else None
     if offload:
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")
     in_main_memory = zero_stage == 3 and mesh.device.type == "cpu"
@@ -93,6 +97,14 @@ def shard(
         for earlier, later in itertools.pairwise(in_order):
             earlier.set_modules_to_forward_prefetch([later])
             later.set_modules_to_backward_prefetch([earlier])
+
+
+def splits_width(parameter: Tensor, parts: int) -> bool:
+    """Whether FSDP shards stacked experts [E, O, I] by their last dimension, because E does not divide: some processes
+    would hold more experts, or none. Not by O: transformers stacks gate and up there when it reads files, so a shard
+    would be part of each."""
+    stacked = parameter.ndim == 3 and not isinstance(parameter, DTensor)
+    return stacked and parameter.shape[0] % parts != 0 and parameter.shape[2] % parts == 0
 
 
 def sync_gradients(module: nn.Module, last: bool) -> None:
@@ -152,13 +164,25 @@ def whole(tensor: Tensor) -> Tensor:
     """Gather a tensor from its shards. Every process must call it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if not any(_is_striped(tensor.placements, axis) for axis in range(len(tensor.placements))):
+    if not _torch_cannot_gather(tensor):
         return tensor.full_tensor()
-    # torch 2.11 cannot gather tensors sharded in stripes.
     gathered = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
     for block in blocks_of(tensor):
         gathered[block.slices] = tensor.to_local()[block.held]
-    return sum_over_parts(gathered, tensor)
+    raw = gathered.reshape(-1).view(torch.uint8)  # 0 + x is x for bytes, not for -0.0
+    return sum_over_parts(raw, tensor).view(tensor.dtype).view(tensor.shape)
+
+
+def _torch_cannot_gather(tensor: DTensor) -> bool:
+    """Whether `full_tensor` fails: torch 2.11 for tensors sharded in stripes, gloo for tensors of an accelerator, where
+    it crashes (pytorch#152645)."""
+    if any(_is_striped(tensor.placements, axis) for axis in range(len(tensor.placements))):
+        return True
+    on_device = tensor.to_local().device.type != "cpu"
+    return on_device and any(
+        torch.distributed.get_backend(tensor.device_mesh.get_group(axis)) == "gloo"
+        for axis in range(len(tensor.placements))
+    )
 
 
 def keep_shard(whole: Tensor, tensor: Tensor) -> None:

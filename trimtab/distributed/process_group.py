@@ -23,9 +23,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from trimtab.distributed.device import INTERFACES, Device, kind_of, widest
+from trimtab.distributed.device import (
+    INTERFACES,
+    Device,
+    choose_collectives,
+    count_accelerators,
+    kind_of,
+    processes_per_device,
+    widest,
+)
 from trimtab.distributed.serialization import Serializer
-from trimtab.distributed.supervision import STORE_SOCKET, own_heartbeat, watch_others
+from trimtab.distributed.supervision import DIST_BACKEND, STORE_SOCKET, own_heartbeat, watch_others
 from trimtab.errors import UserError
 from trimtab.interrupts import SIGNALS, StopRequest
 
@@ -160,7 +168,10 @@ def find_world(device: Device) -> World:
     if not dist.is_initialized():
         init_process_group(device.torch, **_launcher_store(size))
         watch_others(dist.distributed_c10d._get_default_store(), dist.get_rank(), size)
-    return World(dist.get_rank(), size, device.torch)
+    world = World(dist.get_rank(), size, device.torch)
+    if device.is_accelerator and dist.get_backend() == "gloo":
+        world.say("processes communicate through gloo, in main memory: correct, and slower than one device for each")
+    return world
 
 
 def _launcher_store(size: int) -> dict[str, Any]:
@@ -176,13 +187,14 @@ def _launcher_store(size: int) -> dict[str, Any]:
 
 def init_process_group(device: torch.device, **meeting: Any) -> None:
     """Join torch's default group. `meeting`: store, rank and size, if the environment does not have them."""
-    library = collectives_of(device)
+    each = processes_per_device(count_accelerators()) if device.type != "cpu" else 1
+    library = choose_collectives(device.type, collectives_of(device), os.environ.get(DIST_BACKEND, "auto"), each)
     if library is None:
         raise UserError(f"{kind_of(device).name} has no collectives in this torch: start one process")
     # gloo for tensors in main memory.
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
+    backend = "gloo" if library == "gloo" else f"cpu:gloo,{device.type}:{library}"
     # A bound device must be supported by every group, also by groups of gloo alone.
-    known = device.type != "cpu" and device.type in dist.Backend.backend_capability[dist.Backend.GLOO]
+    known = library != "gloo" and device.type in dist.Backend.backend_capability[dist.Backend.GLOO]
     options = {"device_id": device} if known else {}
     with _recording_sockets():
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **meeting, **options)
@@ -251,14 +263,14 @@ def _recording_sockets() -> Iterator[None]:
 
 def abort_collectives(why: str) -> None:
     """Abort the collectives of this world in all processes, with a reason."""
-    if _is_world():
+    if is_world():
         dist.distributed_c10d._get_default_store().set(ABORT_KEY, why)
         _break_sockets()
 
 
 def abort_reason() -> str | None:
     """The reason if a process has aborted this world's collectives, else None. If so, this process aborts them too."""
-    if not _is_world():
+    if not is_world():
         return None
     store = dist.distributed_c10d._get_default_store()
     try:
@@ -282,7 +294,8 @@ def reinit_process_group(world: World) -> None:
         init_process_group(world.device, store=store, rank=world.rank, world_size=world.size)
 
 
-def _is_world() -> bool:
+def is_world() -> bool:
+    """Whether this process is one of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -470,7 +483,9 @@ def reduce_scatter_shards(parts: Tensor, peers: Peers) -> Tensor:
     own = parts.new_empty(parts.shape[0] // peers.size, *parts.shape[1:])
     if parts.is_meta:
         return own
-    if dist.get_backend(peers.group) == "gloo":  # reduce_scatter: one more copy, or not supported
+    if (
+        parts.device.type == "cpu" or dist.get_backend(peers.group) == "gloo"
+    ):  # reduce_scatter: one more copy, or not supported
         parts = parts.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(parts, group=peers.group)
         return parts.chunk(peers.size)[peers.rank].clone()

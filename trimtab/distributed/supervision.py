@@ -30,6 +30,8 @@ from trimtab.interrupts import SIGNALS, handled_signals
 
 LAUNCHER_SOCKET = "TRIMTAB_LAUNCHER_LINE"  # environment variable: descriptor of the socket to our launcher
 STORE_SOCKET = "TRIMTAB_STORE_SOCKET"  # environment variable: descriptor of the socket for torch's store on rank 0
+DIST_BACKEND = "TRIMTAB_DIST_BACKEND"  # environment variable: --dist_backend
+PER_DEVICE = "TRIMTAB_PROCESSES_PER_DEVICE"  # environment variable: of workers that see only their own device
 HEARTBEAT, LEFT = b".", b"left"
 GRACE = 0.25  # extra share of the timeout for a process inside a collective, so that the cause is reported first
 SHOWN_FRAMES, SHOWN_LINES = 6, 30

@@ -48,6 +48,7 @@ from trimtab.distributed.ray.workers import (
     WorkerRank,
 )
 from trimtab.distributed.serialization import Serializer
+from trimtab.distributed.supervision import DIST_BACKEND
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 
@@ -133,7 +134,10 @@ def stop_line() -> str | None:
 TO_PLACE = 60.0  # seconds to reserve resources that were free at the preflight check
 TO_START = 300.0  # seconds for a process to start, import everything and join the others
 # Environment variables of the controller for libraries, which a node may lack.
-PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
+PASSED_ON = (
+    *("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM"),
+    DIST_BACKEND,
+)
 ENGINE_DIED = "EngineDead"  # vLLM's exception when one of its processes has died
 LARGE = 2**16  # bytes; larger shared arguments are put into Ray's object store once
 
@@ -332,6 +336,7 @@ class RayLauncher(Launcher):
         found = self._workers.call("describe", seconds=TO_START, members=members)
         for member, where in zip(members, found):
             member.node, member.node_id, member.process = where["address"], where["node"], where["process"]
+            member.devices = tuple(where["devices"])
         return found
 
     def meet(self, options: Any) -> None:
@@ -346,7 +351,8 @@ class RayLauncher(Launcher):
         threads = int(os.environ["OMP_NUM_THREADS"]) if "OMP_NUM_THREADS" in os.environ else None
         neighbours = sum(other.node == member.node for other in self._workers.members)
         rank, size = (0, 1) if member.engine else (member.rank, self.layout.size)
-        return member.handle.join.remote(self.job, WorkerRank(rank, size, neighbours, threads), address, port)
+        place = WorkerRank(rank, size, neighbours, self._workers.sharing(member), threads)
+        return member.handle.join.remote(self.job, place, address, port)
 
     def _replace_engine(self, lost: EngineLost) -> None:
         """Replace all dead engines by new ones with the initial weights."""

@@ -36,7 +36,7 @@ from trimtab.distributed.process_group import (
     use_interface_of,
 )
 from trimtab.distributed.serialization import Serializer
-from trimtab.distributed.supervision import GRACE, in_collective, is_lost_connection, own_heartbeat
+from trimtab.distributed.supervision import GRACE, PER_DEVICE, in_collective, is_lost_connection, own_heartbeat
 from trimtab.distributed.weight_transfer import NODE_ADDRESS
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 from trimtab.interrupts import StopRequest
@@ -69,6 +69,7 @@ class WorkerRank:
     rank: int
     size: int
     neighbours: int  # number of the run's processes on its machine
+    sharing: int  # number of the world's processes on its device
     threads: int | None  # None: an equal share of the machine's
 
 
@@ -114,6 +115,7 @@ class RayWorker:
     def join(self, job: RayJob, place: WorkerRank, address: str, port: int) -> dict[str, Any]:
         """Join the process group and prepare for building roles. Returns device facts for the manifest."""
         os.environ["LOCAL_WORLD_SIZE"] = str(place.neighbours)
+        os.environ[PER_DEVICE] = str(place.sharing)  # a worker sees only its own device
         if os.path.isdir(job.folder):
             os.chdir(job.folder)
         torch.set_num_threads(place.threads or max(1, (os.cpu_count() or 1) // place.neighbours))
@@ -177,6 +179,7 @@ class WorkerHandle:
     process: int | None = None
     engine: bool = False  # it only generates, and can be replaced
     node_id: str | None = None
+    devices: tuple[str, ...] = ()  # Ray's names
     silent: bool = False  # it may be stopped (SIGSTOP), so that Ray cannot end it
 
     def __str__(self) -> str:
@@ -200,6 +203,13 @@ class RayWorkers:
         self._signal_sent = False
         self._asked: dict[int, tuple[Any, float]] = {}  # rank -> pending heartbeat and its time
         self._next_heartbeat = 0.0
+
+    def sharing(self, member: WorkerHandle) -> int:
+        """Processes of the world on the device of this one."""
+        own = member.node_id, member.devices
+        if member.engine or not member.devices:
+            return 1
+        return sum((other.node_id, other.devices) == own for other in self.members[: self.world_size])
 
     def wait(
         self,
