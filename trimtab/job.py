@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from trimtab.config.jobs import GenerateOptions, TrainedOptions
 from trimtab.config.option import Options, options_of
-from trimtab.config.placement_options import ClusterOptions
+from trimtab.config.placement_options import ClusterOptions, RehearsalOptions, ShardingOptions
 from trimtab.config.resolved_config import hardware_problems, places, redact, settled_and_checked
 from trimtab.config.training_options import (
     AnswerOptions,
@@ -30,6 +30,7 @@ from trimtab.config.training_options import (
 )
 from trimtab.data.hub import base_card, check_looks_like_model, check_push, first_line, push_folder, trusting
 from trimtab.distributed.supervision import (
+    DIST_BACKEND,
     LAUNCHER_SOCKET,
     STORE_SOCKET,
     Hear,
@@ -79,6 +80,8 @@ def prepared(options: Job, unwritten: Path | None = None) -> Job:
     (what a machine lacks is only said in a dry run). `unwritten`: a folder whose models are written later."""
     name = f"trimtab {options.verb}"
     options, warnings = settled_and_checked(options)
+    if isinstance(options, ShardingOptions):
+        os.environ[DIST_BACKEND] = options.dist_backend  # read where the process group is made
     check_folders(options, unwritten)
     if isinstance(options, CheckpointOptions) and options.push_to_hub and _first_to_speak():
         check_push(options.push_to_hub, "--push_to_hub", ask=not options.dry_run)
@@ -105,7 +108,8 @@ def check_folders(options: CallOptions, unwritten: Path | None = None) -> None:
             if unwritten is None or unwritten not in Path(place).parents:
                 check_looks_like_model(place, option.flag)
     # Of several processes, the first locks for all.
-    if isinstance(options, CheckpointOptions) and not options.dry_run and os.environ.get("RANK", "0") == "0":
+    writes = isinstance(options, CheckpointOptions) and not (options.dry_run or options.check_only)
+    if isinstance(options, CheckpointOptions) and writes and os.environ.get("RANK", "0") == "0":
         for flag, folder in options.own_folders.items():
             check_free(flag, Path(folder))
 
@@ -231,6 +235,11 @@ def start_job(options: TrainedOptions | GenerateOptions, words: Sequence[str], h
 
     `words`: the command line of each of several processes; `hear`: gets their output instead of the terminal.
     """
+    if isinstance(options, RehearsalOptions) and options.rehearse:
+        rehearsal = importlib.import_module("trimtab.train.rehearsal").rehearse(options)
+        print("\n".join(rehearsal.lines()), flush=True)
+        rehearsal.check()
+        return 0
     if on_a_cluster(options):
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("--ray starts the processes of a run by itself: leave the launcher out, or --ray")
@@ -270,6 +279,8 @@ def job_function(options: TrainedOptions | GenerateOptions, *, dry_run: bool = F
 
 def _train(options: TrainedOptions) -> None:
     train = job_function(options)
+    if options.check_only:
+        return train(options)  # there is no run, and so nothing to report on
     before = newest_checkpoint_mark(options)
     try:
         train(options)

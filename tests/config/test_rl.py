@@ -29,6 +29,11 @@ def test_defaults_pass_without_a_word(job_class):
     [
         ({"prompt_data": None}, "--prompt_data is missing"),
         ({"prompt_data": " , "}, "--prompt_data ' , ' names no source"),
+        ({"bf16": True, "exact": "on", "weight_only_int8": True}, "--exact on does not work with --weight_only_int8"),
+        (
+            {"bf16": True, "exact": "on", "rollout_engine": "vllm"},
+            "--exact on: vLLM uses other kernels than the trainer",
+        ),
         ({"prompt_data": "./absent.jsonl"}, "--prompt_data: ./absent.jsonl does not exist"),
         ({"prompt_data_probs": "0.5,0.5"}, "--prompt_data_probs has 2 numbers for 1 sources"),
         ({"prompt_max_len": 0}, "--prompt_max_len is 0"),
@@ -62,6 +67,8 @@ def test_defaults_pass_without_a_word(job_class):
         ({"reward_pretrain": None, "replay": "rec", "eval_dataset": "owner/held-out"}, "--eval_dataset needs a reward"),
         ({**TAUGHT, "eval_dataset": "owner/held-out"}, "--eval_dataset needs a reward"),
         ({**TAUGHT, "dynamic_filtering": True, "n_samples_per_prompt": 4}, "--dynamic_filtering needs a reward"),
+        ({**TAUGHT, "teacher_coef": -1.0}, "--teacher_coef is -1: it must be at least 0"),
+        ({"teacher_divergence": "jsd"}, "--teacher_divergence jsd: there is no teacher; give --teacher_model"),
         ({"enable_ema": True, "ema_beta": 1.5}, "--ema_beta is 1.5: it must be between 0 and 1"),
         ({"enable_ema": True, "ema_beta": -0.1}, "--ema_beta is -0.1"),
         ({"pretrain_data": "owner/text", "ptx_coef": -1.0}, "--ptx_coef is -1: it must be at least 0"),

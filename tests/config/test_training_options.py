@@ -114,8 +114,10 @@ PPO_DEFAULTS = {
     **{"save_rollouts": 8, "rollout_slots": 256, "rollout_kv_tokens": None, "weight_only_int8": False},
     **{"reward_weights": None, "reward_verifier": None, "wandb_project": "trimtab_train_ppo"},
 }
-OWN_OF_RL = """config dry_run nproc num_workers use_visualdl use_trackio trackio_project attn_implementation
-    wandb_http_proxy tokenizer_chat_template wandb_run_name train_max_tokens_per_gpu loss_reduction report_samples
+OWN_OF_RL = """config dry_run check_only skip_checks nproc rehearse rehearse_rank dist_backend num_workers
+    use_visualdl use_trackio
+    trackio_project attn_implementation wandb_http_proxy tokenizer_chat_template wandb_run_name train_max_tokens_per_gpu
+    loss_reduction report_samples
     fit_memory eval_max_samples trust_remote_code keep_dropout hang_timeout max_steps gradient_accumulation_steps
     overwrite push_to_hub hub_private_repo controller_apart
     shard_size gradient_checkpointing_layers gradient_checkpointing_keep offload_activations
@@ -127,7 +129,7 @@ OWN_OF_RL = """config dry_run nproc num_workers use_visualdl use_trackio trackio
     micro_value_batch_size dynamic_filtering_rule dynamic_filtering_batches truncate_prompts drop_last no_shuffle
     sapo_temperatures cov_ratio clip_cov_range kl_cov_coef entropy_target entropy_coef_step entropy_coef_max
     difficulty difficulty_after difficulty_range difficulty_return difficulty_solved optimizer muon_momentum
-    muon_scale"""
+    muon_scale routing_replay"""
 GROUP = {"n_samples_per_prompt": 8}
 GENERATE_DEFAULTS = {
     **{"eval_task": "generate", "zero_stage": 0, "local_rank": -1, "bf16": False, "flash_attn": False},

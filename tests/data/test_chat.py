@@ -1,5 +1,6 @@
 import signal
 
+import numpy as np
 import pytest
 
 from tests.data import templates
@@ -7,7 +8,10 @@ from tests.data.rows import talk
 from tests.data.templates import CHATML, GEMMA, GENERATION, LLAMA3, MISTRAL, QWEN3
 from trimtab.data import chat_template
 from trimtab.data.chat_template import ChatRenderer, render_pair, render_whole
+from trimtab.data.rendering import tokenize_renderings
 from trimtab.errors import UserError
+from trimtab.train.proof import check_rendering
+from trimtab.train.rl.rl_proof import check_prompt
 
 
 def trained(rendering):
@@ -170,3 +174,80 @@ def test_a_template_that_never_ends_is_one_line(make_tokenizer, monkeypatch, blo
         renderer.render_prompt(talk("one?"), where="row 3")
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
+
+
+# ---- what the checks before the first step (train/proof.py, rl/rl_proof.py) say of renderings
+
+EVERY = {name: text for name, text in vars(templates).items() if name.isupper()}
+THOUGHTS = talk("q1", "<think>\nhm\n</think>\n\nfirst one", "q2", "<think>\nwell\n</think>\nsecond one")
+CALL = {"name": "add", "arguments": {"a": 1}}
+
+
+def checked(tokenizer, messages, late: int = 0, endless: bool = False, **how):
+    """The verdict on this conversation, of whose turns the first `late` tokens, or the last one, carry no loss."""
+    rendering = ChatRenderer(tokenizer, **how).render(messages)
+    ((ids, mask),) = tokenize_renderings([rendering], tokenizer)
+    edges = np.diff(mask.astype(int), prepend=0, append=0)
+    for start in np.flatnonzero(edges == 1):
+        mask[start : start + late] = False
+    if endless:
+        mask[np.flatnonzero(edges == -1) - 1] = False
+    return check_rendering((ids, mask), {"messages": messages}, tokenizer, 10_000)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "messages", [talk("q1", "It is one.", "q2", " It is two."), THOUGHTS], ids=["plain", "thoughts"]
+)
+def test_the_check_of_a_rendering_passes_what_the_renderer_makes(make_tokenizer, name, messages):
+    for multiturn in (False, True):
+        assert not checked(make_tokenizer(EVERY[name]), messages, multiturn=multiturn).problem
+
+
+def test_the_check_of_a_rendering_passes_calls_and_answers_that_begin_with_a_special_token(make_tokenizer):
+    called = with_a_tool("2", tool_calls=[CALL], reasoning_content="use it")
+    assert not checked(make_tokenizer(QWEN3), called, multiturn=True).problem
+    assert not checked(make_tokenizer(CHATML), talk("q", "<bos>an answer")).problem
+
+
+# Of the others a thought would be shifted.
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in ("QWEN3", "THINKING_PROMPT")])
+def test_the_check_of_a_rendering_fails_on_a_mask_that_begins_a_token_late(make_tokenizer, name):
+    messages = talk("q1", "It is one.", "q2", "It is two.")
+    late = 2 if name in ("MISTRAL", "WORDS") else 1  # a blank comes first
+    for multiturn in (False, True):
+        assert "mask is shifted" in checked(make_tokenizer(EVERY[name]), messages, late, multiturn=multiturn).problem
+    assert "mask is shifted" in checked(make_tokenizer(QWEN3), messages, 1, multiturn=True).problem
+
+
+def test_an_untrained_end_fails_also_behind_a_thought_whose_marks_are_added_tokens(make_tokenizer):
+    tokenizer = make_tokenizer(QWEN3, eos="<|im_end|>")
+    tokenizer.add_tokens(["<think>", "</think>"])
+    assert not checked(tokenizer, THOUGHTS, multiturn=True).problem
+    assert checked(tokenizer, THOUGHTS, endless=True, multiturn=True).failed
+    assert checked(tokenizer, talk("q", "a"), endless=True).failed
+
+
+class OnePrompt:
+    def __init__(self, tokenizer, messages):
+        self.messages, self.tokenizer = messages, tokenizer
+
+    def ids(self, _):
+        return self.tokenizer(self.text(0), add_special_tokens=False)["input_ids"]
+
+    def text(self, _):
+        return ChatRenderer(self.tokenizer).render_prompt(self.messages)
+
+    def prompt(self, _):
+        return self.messages
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_check_of_prompts_fails_where_a_generation_prompt_is_ignored_and_nowhere_else(make_tokenizer, name):
+    def problem(template):
+        tokenizer = make_tokenizer(template)
+        return check_prompt(OnePrompt(tokenizer, talk("q")), tokenizer, as_chat=True).problem
+
+    assert not problem(EVERY[name])
+    ignored = "it ignores add_generation_prompt" in problem(EVERY[name].replace("add_generation_prompt", "false"))
+    assert ignored == (name != "MISTRAL")  # which has none: its answers follow the prompt directly

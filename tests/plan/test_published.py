@@ -11,7 +11,7 @@ from trimtab.config.rl_jobs import PPOOptions
 from trimtab.plan.hardware import NAMED, ClusterHardware
 from trimtab.plan.layouts import PAIRS, cluster_candidates
 from trimtab.plan.planner import Planner, best
-from trimtab.plan.workload import supposed, write_config
+from trimtab.plan.workload import supposed, write_sized_model
 
 PUBLISHED = {"7B": (16, 471.11), "13B": (32, 608.93), "34B": (32, 1526.4), "70B": (32, 4488.53)}  # GPUs, seconds
 FACTOR = 1.6
@@ -30,7 +30,7 @@ def row_of(size: str) -> list[str]:
 )
 def test_the_page_says_what_is_planned_beside_what_was_published(size, tmp_path):
     gpus, seconds = PUBLISHED[size]
-    model = write_config(size, tmp_path)
+    model = write_sized_model(size, tmp_path)
     options, _ = settle(parse(PPOOptions, f"--pretrain {model} --reward_pretrain {model} {WORDS}".split()))
     machines = ClusterHardware(NAMED["A800-80G"], gpus // 8, 8, 100e9)
     planner = Planner(options, machines, supposed(options), propose=True)

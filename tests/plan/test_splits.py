@@ -11,7 +11,7 @@ from trimtab.plan.hardware import GIB, NAMED, ClusterHardware, Hardware
 from trimtab.plan.layouts import Split
 from trimtab.plan.planner import Plan, Planner, best, fitting_changes, make_plan, plan_layouts
 from trimtab.plan.printer import lines, split_flags
-from trimtab.plan.workload import supposed, write_config
+from trimtab.plan.workload import supposed, write_sized_model
 
 MIB = 2**20
 DEVICE = Hardware("small", 64 * MIB, 1e12, 1e12, 1e11, link=1e10)
@@ -96,7 +96,9 @@ def test_a_job_that_does_not_fit_names_the_flag_that_makes_it_fit(model):
     ],
 )
 def test_large_models_get_a_layout_that_fits(size, nodes, device, memory, tmp_path):
-    options = settle(parse(SFTOptions, f"--pretrain {write_config(size, tmp_path)} --bf16 --max_len 4096".split()))[0]
+    options = settle(
+        parse(SFTOptions, f"--pretrain {write_sized_model(size, tmp_path)} --bf16 --max_len 4096".split())
+    )[0]
     made = plan_layouts(options, ClusterHardware(NAMED[device], nodes, 8, 100e9))
     assert made.proposed.fits and made.proposed.peak < 0.86 * memory * GIB
     assert made.proposed.peak > 0.1 * memory * GIB

@@ -51,6 +51,7 @@ class Training(
     training.CheckpointOptions,
     training.LoggingOptions,
     placement.ShardingOptions,
+    placement.RehearsalOptions,
     training.RunOptions,
 ):
     """How every supervised job is trained"""

@@ -316,7 +316,7 @@ class TeacherRewardOptions(DivergenceOptions):
     teacher_divergence: str = option("sampled", choices=("sampled", "reverse_kl", "forward_kl", "jsd"))
     """How the teacher is learnt from: sampled (each token's reward is how much more likely the teacher finds it), or a
     loss over the whole vocabulary at every token, as --kd_loss of trimtab kd."""
-    teacher_coef: float = 1.0
+    teacher_coef: float = option(1.0, at_least=0)
     """Weight of that reward or loss."""
     teacher_prompt_key: str | None = None
     """Column with the prompt that the teacher reads instead of the policy's, with what only it may know (the right
@@ -338,8 +338,10 @@ class TeacherRewardOptions(DivergenceOptions):
 
     def check(self) -> Iterable[str]:
         if not self.is_taught:
-            why = "without --teacher_model, --teacher_prompt_key or --teacher_prompt_func"
-            return self.idle(["teacher_divergence", "teacher_coef", "jsd_beta", "teacher_ema"], why)
+            teachers = "--teacher_model, --teacher_prompt_key or --teacher_prompt_func"
+            if self.teacher_divergence != "sampled":
+                raise UserError(f"--teacher_divergence {self.teacher_divergence}: there is no teacher; give {teachers}")
+            return self.idle(["teacher_divergence", "teacher_coef", "jsd_beta", "teacher_ema"], f"without {teachers}")
         if self.teacher_prompt_key and self.teacher_prompt_func:
             raise UserError("--teacher_prompt_key and --teacher_prompt_func both say what the teacher reads: give one")
         if self.teacher_prompt_func:

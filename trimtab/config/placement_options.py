@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from trimtab.config.option import Options, option
+from trimtab.config.option import Options, of_this_call, option
 from trimtab.config.training_options import LoadOptions, PrefixOptions, ProcessOptions
 from trimtab.errors import UserError
 
@@ -19,6 +19,9 @@ from trimtab.errors import UserError
 class ShardingOptions(ProcessOptions):
     """Processes and sharding"""
 
+    dist_backend: str = option("auto", choices=("auto", "nccl", "gloo"))
+    """How processes communicate: auto is the device's own library (NCCL), and gloo on a CPU or where processes share a
+    device."""
     adam_offload: bool = False
     """Keep the optimiser's state in main memory and step there."""
     grad_accum_dtype: str | None = option(None, choices=("fp32", "bf16"))
@@ -119,6 +122,29 @@ class ShardingOptions(ProcessOptions):
                 )
         if self.ring_attn_size == 1:
             yield from self.idle(["ring_head_stride"], "without --ring_attn_size")
+
+
+class RehearsalOptions(ProcessOptions):
+    """Processes and sharding"""
+
+    rehearse: int | None = of_this_call(None, above=0)
+    """Play one rank of a run of this many processes on this device: three steps on random data, without communication
+    and files. Says what memory and time they take. --pretrain may be a size, such as 70B; no data are needed."""
+    rehearse_rank: int = of_this_call(0)
+    """The rank to play, where ranks hold different models."""
+
+    def may_lack(self, name: str) -> bool:
+        return (self.rehearse is not None and name in ("dataset", "prompt_data")) or super().may_lack(name)
+
+    def settle(self, changes: dict[str, Any]) -> Iterable[str]:
+        if self.rehearse is None:
+            return self.idle(["rehearse_rank"], "without --rehearse")
+        if self.rehearse > 0 and not 0 <= self.rehearse_rank < self.rehearse:
+            raise UserError(f"--rehearse_rank {self.rehearse_rank}: the ranks are 0 to {self.rehearse - 1}")
+        if self.nproc not in (1, self.rehearse):
+            raise UserError(f"--nproc {self.nproc} and --rehearse {self.rehearse}: leave --nproc out")
+        changes["nproc"] = self.rehearse
+        return ()
 
 
 def _counted(processes: int) -> str:

@@ -18,7 +18,7 @@ import yaml
 from trimtab.config.data_options import check_place, listed
 from trimtab.config.inference_options import BatchEngineOptions
 from trimtab.config.option import REDACTED, Options, options_of
-from trimtab.config.placement_options import ClusterOptions, ShardingOptions
+from trimtab.config.placement_options import ClusterOptions, RehearsalOptions, ShardingOptions
 from trimtab.config.training_options import BackwardOptions, CallOptions, LoadOptions, LoggingOptions
 from trimtab.errors import UserError
 
@@ -128,6 +128,8 @@ def hardware_problems(options: Options, accelerators: Callable[[], int], lacks: 
     """
     if isinstance(options, ClusterOptions) and options.ray:
         lacks = offers_everything  # the devices of the run are not this machine's, and are looked at there
+    if isinstance(options, RehearsalOptions) and (played := options.rehearse):
+        accelerators = lambda: played  # noqa: E731  as many as the run that is rehearsed would have
     problems = options.problems(accelerators) if isinstance(options, ClusterOptions) else []
     asked = (options.tp_size if isinstance(options, BatchEngineOptions) else None) or 1
     if asked > 1 and asked > (found := accelerators()):

@@ -37,7 +37,7 @@ _OF_OTHER_METHODS = (
     *("eps_clip", "eps_clip_low_high", "dual_clip", "aux_loss_coef", "loss_reduction", "mismatch_correction"),
     *("teacher_model", "teacher_prompt_key", "teacher_prompt_func", "pretrain_data", "freezing_actor_steps"),
     *("repetition_penalty", "generate_min_len"),
-    *("policy_loss_coef", "kl_clip", "running_reward_norm", "mask_truncated", "bootstrap_truncated"),
+    *("policy_loss_coef", "routing_replay", "kl_clip", "running_reward_norm", "mask_truncated", "bootstrap_truncated"),
 )
 
 
@@ -70,6 +70,7 @@ class RLOptions(
     rl.SamplingEvaluationOptions,
     placement.ShardingOptions,
     placement.ClusterOptions,
+    placement.RehearsalOptions,
     training.RunOptions,
     max_samples=100_000_000,
     micro_train_batch_size=4,
@@ -236,7 +237,7 @@ class RLOptions(
             yield from self.idle(["env_eval_rows"], "where prompts are given: give --eval_dataset")
 
     def _check_rewarded(self) -> None:
-        if self.plays or self.named_rewards:
+        if self.rehearse or self.plays or self.named_rewards:
             return
         name_one = "set --reward_pretrain, --reward_func, --remote_rm_url, --judge or --reward_verifier"
         if not self.is_taught and not self.replay:
@@ -281,9 +282,26 @@ class RLOptions(
         if names := [f"--{name}" for name in OF_THE_CRITIC if self.asks(name)]:
             yield f"{', '.join(names)} without effect: --advantage_estimator {estimator.name} has no critic"
 
+    @property
+    def not_compiled(self) -> str | None:
+        return "--routing_replay on" if self.routing_replay == "on" else super().not_compiled
+
     def _about_vllm(self) -> Iterable[str]:
+        if self.routing_replay == "on" and not self.uses_vllm and not self.replay:
+            raise UserError(
+                "--routing_replay on: the built-in engine chooses experts as the trainer does and records none; drop "
+                "it, or use --rollout_engine vllm"
+            )
+        if self.routing_replay == "on" and self.exact == "on":
+            raise UserError("--routing_replay on does not work with --exact on: leave one of them out")
+        if self.exact == "on" and self.weight_only_int8:
+            raise UserError("--exact on does not work with --weight_only_int8: leave one of them out")
         if not self.uses_vllm:
             return
+        if self.exact == "on":
+            raise UserError(
+                "--exact on: vLLM uses other kernels than the trainer; drop it, or use --rollout_engine builtin"
+            )
         if self.load_in_4bit:
             raise UserError("--rollout_engine vllm takes no weights of 4 bits: drop --load_in_4bit, or use builtin")
         if names := [f"--{name}" for name in ("rollout_kv_tokens", "weight_only_int8") if self.asks(name)]:

@@ -213,6 +213,9 @@ class PolicyLossOptions(Options):
     are left out) or sequence (answers outside the range are left out); unset: none."""
     mismatch_range: tuple[float, float] = option((0.5, 2.0), needs="mismatch_correction")
     """Lowest and highest such weight."""
+    routing_replay: str = option("auto", choices=("auto", "on", "off"))
+    """Score and train a mixture's tokens with the experts that the engine chose for them: on, off, or auto: with vLLM,
+    if the model's routing can be replayed. In place of --compile and --exact."""
 
     @property
     def surrogate(self) -> Surrogate:

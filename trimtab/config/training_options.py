@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
+from trimtab.config.data_options import listed
 from trimtab.config.option import Options, every, of_this_call, option, required, secret
 from trimtab.errors import UserError
 
@@ -128,7 +129,7 @@ class BackwardOptions(Options):
     compile: str = option("auto", choices=("auto", "on", "off"))
     """Compile the layers of training and scoring passes, which are faster then but take seconds at the start: on, off,
     or auto: on an accelerator, in a run that is long enough. A resumed run does what it did before."""
-    exact: str = option("off", choices=("auto", "on", "off"))
+    exact: str = option("auto", choices=("auto", "on", "off"))
     """Train and sample with the same kernels in bf16, so that the log-prob of a sampled token is the trainer's bit for
     bit (docs/exact.md): on, off, or auto: for models and devices that have them. They take the place of --compile."""
     use_liger_kernel: bool = False
@@ -347,7 +348,41 @@ def checkpoints_in(save_path: str) -> str:
     return os.path.join(save_path, "checkpoints")
 
 
-class CheckpointOptions(Options):
+CHECKS = {
+    "data": "labels are complete, rows and tokens belong together, evaluation prompts are held out",
+    "rendering": "the loss mask covers whole answers and their end, and nothing is doubled",
+    "reward": "it answers, differs between answers, and verifiers accept the label",
+    "update": "every trained tensor gets a gradient and moves, every frozen one stays",
+    "micro_batches": "one batch in 1, 2 and more micro-batches has the same gradient",
+    "neighbours": "samples in a packed row do not see each other",
+    "objective": "better answers get higher advantages, groups are compared within themselves, KL pulls back",
+    "engine": "new weights reach the engine, and the reference keeps the old ones",
+    "checkpoint": "a checkpoint reads back bit for bit and gives the same next step",
+    "export": "the saved model loads in plain transformers with the same log-probs",
+}
+"""The checks before the first step, by name (train/proof.py)."""
+
+
+class ProofOptions(Options):
+    """Checks before the first step"""
+
+    skip_checks: str | None = of_this_call(None)
+    """Checks to leave out, separated by commas, or all: data, rendering, reward, update, micro_batches, neighbours,
+    objective, engine, checkpoint, export."""
+    check_only: bool = of_this_call(False)
+    """Load the model, run every check and stop, as `trimtab check VERB` does; nothing is trained or written."""
+
+    def wants_check(self, name: str) -> bool:
+        """Whether this check is wanted."""
+        return not {name, "all"} & set(listed(self.skip_checks))
+
+    def check(self) -> Iterable[str]:
+        if unknown := sorted(set(listed(self.skip_checks)) - {*CHECKS, "all"}):
+            raise UserError(f"--skip_checks {unknown[0]}: no such check; there are {', '.join(CHECKS)}, or all")
+        return ()
+
+
+class CheckpointOptions(ProofOptions):
     """Checkpoints"""
 
     save_path: str = "./ckpt"

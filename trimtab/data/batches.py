@@ -51,6 +51,7 @@ class TokenBatch:
     extra: dict[str, Tensor] = field(default_factory=dict)  # what a task adds: labels, margins, reference log-probs
     beside: "TokenBatch | None" = None  # other sequences that a task looks at together with these
     weight: float = 1.0  # 0: takes part where all processes must, and counts for nothing
+    routes_TLK: Tensor | None = None  # experts that a mixture's layers use instead of their own choices
 
     @classmethod
     def of(cls, examples: Sequence[Example], shared: Sequence[int] | None = None, **extra: Tensor) -> Self:
@@ -124,7 +125,8 @@ class TokenBatch:
         ids, trained = self.ids_T.cpu().numpy()[rows], self.trained_T.cpu().numpy()[rows] & own
         lengths = np.array([span.whole_length for span in self.spans])
         whole = self.of_row(ids, trained, lengths, np.zeros_like(lengths)).to(self.ids_T.device)
-        return replace(whole, extra=self.extra, beside=self.beside, weight=self.weight)
+        routes_TLK = None if self.routes_TLK is None else self.routes_TLK[torch.from_numpy(rows)]
+        return replace(whole, extra=self.extra, beside=self.beside, weight=self.weight, routes_TLK=routes_TLK)
 
     def to(self, device: torch.device) -> Self:
         """Without waiting for the device."""

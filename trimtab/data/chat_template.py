@@ -53,6 +53,17 @@ def render_pair(
     return Rendering(text, [(len(prompt), len(text))])
 
 
+def fix_date(template: str) -> None:
+    """Let a template believe that it is TEMPLATE_DAY.
+
+    A variable does not do: since transformers 5.22 they are plain data, not functions. Compiled templates are cached,
+    so the next rendering is by the one that is changed here.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    _compile_jinja_template(template).environment.globals["strftime_now"] = TEMPLATE_DAY.strftime
+
+
 def _refusal(where: str, error: Exception) -> UserError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return UserError(f"{where}: the chat template cannot render this conversation ({reason[:200]})")
@@ -124,12 +135,12 @@ class ChatRenderer:
         """As the template writes it; with `prompt`, up to where the assistant is to speak next."""
         try:
             with template_time():
+                fix_date(self.tokenizer.get_chat_template(tools=tools))
                 return self.tokenizer.apply_chat_template(
                     messages,
                     tools=tools,
                     tokenize=False,
                     add_generation_prompt=prompt,
-                    strftime_now=TEMPLATE_DAY.strftime,
                     **self.settings,
                 )
         except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, KeyError, ...
@@ -143,12 +154,12 @@ class ChatRenderer:
         try:
             # What apply_chat_template itself calls for its assistant mask, but as characters, for any tokenizer.
             with template_time():
+                fix_date(template := self.tokenizer.get_chat_template(tools=tools))
                 texts, spans = render_jinja_template(
                     conversations=[messages],
                     tools=tools,
-                    chat_template=self.tokenizer.get_chat_template(tools=tools),
+                    chat_template=template,
                     return_assistant_tokens_mask=True,
-                    strftime_now=TEMPLATE_DAY.strftime,
                     **self.tokenizer.special_tokens_map,
                 )
         except Exception as error:

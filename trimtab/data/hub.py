@@ -133,18 +133,26 @@ def check_push(repo: str, flag: str, *, ask: bool = True) -> None:
         return
     try:
         HfApi().whoami()
-    except HfHubHTTPError as error:
-        raise UserError(f"{flag} {repo}: the hub refuses the token ({first_line(error)}): hf auth login") from None
     except Exception as error:  # HTTP libraries change
-        raise UserError(f"{flag} {repo}: the hub does not answer ({first_line(error)}); upload later") from None
+        refused = "refuses the token" if isinstance(error, HfHubHTTPError) else "does not answer"
+        raise UserError(
+            f"{flag} {repo}: the hub {refused} ({first_line(error)}): hf auth login, or upload later"
+        ) from None
 
 
 def push_folder(folder: Path, repo: str, *, private: bool) -> str:
-    """Upload a model folder; returns its address."""
+    """Upload a model folder; returns its address. Of an adapter's base model that is a folder here, the last name."""
     from huggingface_hub import HfApi
 
     made = HfApi().create_repo(repo, private=private, exist_ok=True)
     how: dict[str, Any] = {"allow_patterns": list(UPLOADED), "ignore_patterns": ["*/*"]}
+    if (folder / ADAPTER).exists():
+        described = read_json(folder / ADAPTER, "push")
+        base = str(described.get("base_model_name_or_path") or "")
+        if not looks_like_hub_name(base):
+            how["ignore_patterns"].append(ADAPTER)
+            content = json.dumps(described | {"base_model_name_or_path": Path(base).name}, indent=2).encode()
+            HfApi().upload_file(repo_id=made.repo_id, path_in_repo=ADAPTER, path_or_fileobj=content)
     HfApi().upload_folder(repo_id=made.repo_id, folder_path=folder, commit_message="Upload by trimtab", **how)
     return str(made)
 
@@ -154,7 +162,7 @@ def base_card(base: str) -> dict[str, Any]:
     from huggingface_hub import ModelCard
 
     local = Path(base).expanduser().is_dir()
-    named: dict[str, Any] = {} if local else {"base_model": base}
+    named: dict[str, Any] = {"base_model": base} if looks_like_hub_name(base) and not local else {}
     with contextlib.suppress(Exception):  # many models have no card, or a broken one
         card = ModelCard.load(Path(base).expanduser() / "README.md" if local else base)
         named = card.data.to_dict() | named

@@ -26,6 +26,8 @@ class Hardware:
     accelerator: bool = True
     program: int = 0
     """Bytes of this memory in use before anything is loaded."""
+    growth: int = 0
+    """Bytes that the program takes more once it trains."""
     link: float | None = None
     """Bytes a second to other devices of the machine, in each direction."""
     host_link: float = 25e9
@@ -35,6 +37,7 @@ class Hardware:
         return self.bf16_flops if bf16 else self.fp32_flops
 
 
+GROWTH = 18 * 2**20  # in main memory: modules imported late, threads, buffers of matrix products (10 MiB)
 # Rough figures per core: with 256-bit vectors, and a desktop's memory.
 CORE_FLOPS, CORE_BANDWIDTH = 50e9, 10e9
 
@@ -78,8 +81,8 @@ def of_device(device: Device) -> Hardware:
         cores = torch.get_num_threads()
         flops = cores * CORE_FLOPS
         bf16 = flops if device.has_fast_bf16() else flops / 2
-        program = int(device.memory_gib() * GIB)
-        return Hardware(device.name, memory, bf16, flops, cores * CORE_BANDWIDTH, accelerator=False, program=program)
+        program: dict[str, int] = {"program": int(device.memory_gib() * GIB), "growth": GROWTH}
+        return Hardware(device.name, memory, bf16, flops, cores * CORE_BANDWIDTH, accelerator=False, **program)
     words = device.name.upper().replace(" ", "-")
     like = [known for name, known in NAMED.items() if name.removesuffix("-40G").removesuffix("-80G") in words]
     if not like:

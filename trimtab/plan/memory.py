@@ -115,7 +115,7 @@ class ProcessMemory:
         self.engine, self.sleep = engine, sleep
         self._alone = split.processes == 1
         self._sizes = sizes or {}
-        self.state = [Part("the program", hardware.program)]
+        self.state = [Part("the program", hardware.program + hardware.growth)]
         for model in models:
             self.state += self._trained(model) if model.trained else self._frozen(model)
         self.rollout: list[Part] = []

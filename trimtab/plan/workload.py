@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerFast
 
 from trimtab.config.data_options import PreferenceColumns, listed
 from trimtab.config.objective_options import (
@@ -20,6 +23,7 @@ from trimtab.data.batches import Example
 from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions, fake_frozen_policy, fake_policy, fake_reward_model
 from trimtab.models.packed import PackedModel
+from trimtab.models.pretrained import RANDOM, SINGLE
 from trimtab.models.reward import Critic, RewardModel
 from trimtab.rewards.models import MAX_TOKENS
 
@@ -217,8 +221,19 @@ SIZES = (*_LLAMAS, *_MIXTRALS)
 LONGEST = 131_072  # positions, more than these models have, so that long rows can be planned
 
 
-def write_config(size: str, folder: Path) -> str:
-    """Write a folder with the config.json of a model of this size, and return its path."""
+def with_sized_models(options: TrainedModelOptions, folder: Path) -> TrainedModelOptions:
+    """The options with a folder for each model that is given by its size alone."""
+    changes: dict[str, Any] = {}
+    for name in ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "teacher_model"):
+        named = listed(getattr(options, name, None))
+        if any(model in SIZES for model in named):
+            found = [write_sized_model(m, folder) if m in SIZES and not Path(m).exists() else m for m in named]
+            changes[name] = ",".join(found)
+    return dataclasses.replace(options, **changes)
+
+
+def write_sized_model(size: str, folder: Path) -> str:
+    """A folder with the config.json of a model of this size, random weights and a tokenizer of three tokens."""
     config: dict[str, Any] = {"tie_word_embeddings": False, "max_position_embeddings": LONGEST}
     if size in _LLAMAS:
         config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | dict(
@@ -227,7 +242,13 @@ def write_config(size: str, folder: Path) -> str:
     else:
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
         config |= dict(zip(_CONFIG_KEYS, _MIXTRALS[size])) | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    config |= {f"{name}_id": number for number, name in enumerate(special)}
     place = folder / size
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(json.dumps(config))
+    save_file({}, place / SINGLE, metadata={RANDOM: "True"})
+    known = {token: number for number, token in enumerate(special.values())}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<pad>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(place)
     return str(place)
