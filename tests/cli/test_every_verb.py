@@ -60,6 +60,7 @@ RUNS = {
         "out.jsonl",
     ),
     "kk-data": (["kk-data puzzles.jsonl out.jsonl"], "out.jsonl"),
+    "check": ([f"check sft {SUPERVISED} --dataset train.jsonl {OUT}"], None),
     "plan": (["plan sft --pretrain model --on H200"], None),
     "jobs": (["jobs --seeds 1 --shell --output out -- trimtab sft --pretrain model"], "out/start_all.sh"),
     "report": ([f"sft {SUPERVISED} --dataset train.jsonl {OUT}", "report out --output page.html"], "page.html"),

@@ -58,7 +58,7 @@ def test_an_adapter_is_uploaded_with_the_licence_of_its_base(hub, place, capsys)
         (place / "licensed" / path.name).symlink_to(path.resolve())
     licence = "license: other\nlicense_name: tiny\nlicense_link: LICENSE\n"
     (place / "licensed/README.md").write_text(f"---\n{licence}---\n# tiny\n")
-    words = f"{SFT} --push_to_hub team/adapter --hub_private_repo False --lora_rank 2 --pretrain licensed"
+    words = f"{SFT} --push_to_hub team/adapter --hub_private_repo False --lora_rank 2 --pretrain {place}/licensed"
     run(capsys, words).said  # noqa: B018
     files = hub.files["team/adapter"]
     assert {"adapter_model.safetensors", "adapter_config.json"} < files.keys()
@@ -67,6 +67,8 @@ def test_an_adapter_is_uploaded_with_the_licence_of_its_base(hub, place, capsys)
     assert {name: about[name] for name in yaml.safe_load(licence)} == yaml.safe_load(licence)
     assert about["library_name"] == "peft" and about["tags"] == ["trimtab", "sft", "lora"]
     assert "As the base model: other." in text and "lora_rank: 2" in text
+    assert not [name for name, content in files.items() if str(place).encode() in content]
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "licensed"
 
 
 def test_figures_of_rl_are_on_the_card(hub, place, capsys):

@@ -18,6 +18,8 @@ from trimtab.distributed import device
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_rows
 from trimtab.models.load import load_policy
+from trimtab.report.run_data import RunData
+from trimtab.report.summary import facts
 from trimtab.train.supervised import MANY_BAD_STEPS, SupervisedRun
 from trimtab.train.supervised_tasks import SFTTask
 
@@ -243,7 +245,10 @@ def test_weights_that_are_not_numbers_stop_the_run_after_a_few_steps(sft, tmp_pa
     weights = load_file(path)
     weights["model.layers.0.mlp.up_proj.weight"][3, 3] = math.nan
     save_file(weights, path, metadata={"format": "pt"})
-    ran = sft(*SORTING, "--pretrain", "broken", "--max_epochs", "2")
+    ran = sft(*SORTING, "--pretrain", "broken")
+    assert ran.code == 2 and "is not finite: check the weights of --pretrain" in ran.err
+    assert not (tmp_path / "out").exists()
+    ran = sft(*SORTING, "--pretrain", "broken", "--max_epochs", "2", "--skip_checks", "all")
     assert ran.code == 1 and "Traceback" not in ran.err
     line = next(line for line in ran.err.splitlines() if "failed:" in line)
     assert line.startswith("trimtab sft: failed: loss or gradient was not finite in 5 steps in a row (last: step 5)")
@@ -275,7 +280,7 @@ def test_one_bad_step_is_skipped_and_the_run_goes_on(sft, tmp_path, monkeypatch,
         return share
 
     monkeypatch.setattr(SFTTask, "loss", loss)
-    assert sft(*SORTING).code == 0
+    assert sft(*SORTING, "--skip_checks", "all").code == 0
     assert [row["skipped_steps"] for row in sft.rows(tmp_path / "out")] == [0, 1, 1, 1]
     before, after, last = moved[2], moved[4], moved[6]  # the weights that steps 2, 3 and 4 began with
     assert torch.equal(before, after) and not torch.equal(after, last)
@@ -348,3 +353,5 @@ def test_bf16_that_works_stays_bf16_however_slow(sft, tmp_path, monkeypatch):
     ran = sft(*SORTING, "--bf16")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert ran.code == 0 and manifest["dtype"] == "bfloat16" and "bf16_fault" not in manifest
+    assert not manifest["exact"] and "it needs bf16, Triton" in manifest["not_exact"]
+    assert ("exact", f"no: {manifest['not_exact']}") in facts(RunData(tmp_path / "out", manifest=manifest))

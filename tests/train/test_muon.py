@@ -114,6 +114,20 @@ def test_stacked_experts_have_adam_and_adapters_muon():
     assert set(found) == trained(adapted) and {name.split(".")[-3] for name in found} == {"lora_A", "lora_B"}
 
 
+@pytest.mark.parametrize(
+    "family, changes, states",
+    [
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, ("gate_up_proj_bias", "sinks")),
+        ("mamba", {"state_size": 4}, ("A_log", "conv1d.weight")),
+    ],
+)
+def test_stacked_biases_and_states_have_adam(family, changes, states):
+    model = tiny_model(family, **changes)
+    found = set(hidden_matrices(model))
+    assert found and all(name.endswith(".weight") for name in found) and not any(".experts." in name for name in found)
+    assert all(any(name.endswith(state) for name in trained(model) - found) for state in states)
+
+
 def test_a_model_without_layers_is_refused():
     with pytest.raises(UserError, match="--optimizer muon: Linear trains no matrix of a decoder layer; use adamw"):
         Optimizer(nn.Linear(3, 3), settings(optimizer="muon"), 1, learning_rate=1e-2, fused=False)

@@ -30,6 +30,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
     for name, family in (("model", "llama"), ("tied", "llama_tied"), ("moe", "mixtral")):
         write_model(folder / name, family)
+    write_model(folder / "three", "mixtral", num_local_experts=3)
     rows = make_rows(23, seed=1)
     pairs = [(prompt_of(row), reference_of(row)) for row in rows]
     write_rows(folder / "sft.jsonl", rows)
@@ -95,6 +96,8 @@ def test_two_processes_follow_the_curve_of_one(folder, alone, tmp_path, job, sta
         ("--zero_stage 3", "--packing_samples", "model"),
         ("--zero_stage 3", "--adam_offload", "model"),
         ("--zero_stage 3", "--aux_loss_coef 0", "moe"),
+        ("--zero_stage 3", "--gradient_checkpointing", "three"),
+        ("--zero_stage 2", "--adam_offload", "three"),
         (CONTEXT, "--packing_samples", "model"),
         (CONTEXT, "--lora_rank 4", "model"),
         (CONTEXT, "--gradient_checkpointing", "tied"),
@@ -146,15 +149,18 @@ def test_bf16_stays_close_and_is_saved_as_bf16(folder, alone, tmp_path):
 
 
 @pytest.mark.short(1)
-@pytest.mark.parametrize(("first", "second"), [((2, 3), (1, 2)), ((1, 2), (2, 3)), ((2, 0), (2, 3))])
-def test_a_run_goes_on_with_other_processes_and_another_stage(folder, alone, tmp_path, first, second):
+@pytest.mark.parametrize(
+    ("first", "second", "model"),
+    [((2, 3), (1, 2), "model"), ((1, 2), (2, 3), "model"), ((2, 0), (2, 3), "model"), ((2, 3), (1, 2), "three")],
+)
+def test_a_run_goes_on_with_other_processes_and_another_stage(folder, alone, tmp_path, first, second, model):
     (size, stage), (then_size, then_stage) = first, second
     killed = dict.fromkeys(range(size), partial(signal_in_step, "sft", 3, signal.SIGKILL))
-    command = arguments(folder, tmp_path, "sft", f"--zero_stage {stage}")
+    command = arguments(folder, tmp_path, "sft", f"--zero_stage {stage}", model=model)
     assert set(warm.run_world(command, size, prepare=killed)) == {-signal.SIGKILL}
-    again = arguments(folder, tmp_path, "sft", f"--zero_stage {then_stage} --load_checkpoint")
+    again = arguments(folder, tmp_path, "sft", f"--zero_stage {then_stage} --load_checkpoint", model=model)
     assert set(warm.run_world(again, then_size)) == {0}
-    same_curve(tmp_path, alone("sft"))
+    same_curve(tmp_path, alone("sft", model=model))
 
 
 def test_a_process_that_dies_takes_the_other_with_it_and_the_run_resumes(folder, alone, tmp_path):

@@ -1,5 +1,5 @@
 """Verbs that parse a few words of their own, each a function of the words: report, push, watch, compare, plot, plan,
-jobs, kk-data. `trimtab.cli.main` calls them and turns their mistakes into one line."""
+check, jobs, kk-data. `trimtab.cli.main` calls them and turns their mistakes into one line."""
 
 import argparse
 import dataclasses
@@ -11,9 +11,8 @@ import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from trimtab.cli.main import VERBS, CommandParser
+from trimtab.cli.main import VERBS, CommandParser, main
 from trimtab.config.job_file import Command, Job, Machines, read_command, shell_file, slurm_file, spread
 from trimtab.config.jobs import JOBS, TRAINED, SupervisedOptions
 from trimtab.config.option import Limits
@@ -21,7 +20,7 @@ from trimtab.config.parser import parse
 from trimtab.config.repulse_aliases import in_words_of_tail, is_repulse
 from trimtab.config.resolved_config import settle
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.config.training_options import CallOptions
+from trimtab.config.training_options import CHECKS, CallOptions
 from trimtab.data.hub import ADAPTER, check_push, trusting
 from trimtab.errors import UserError
 from trimtab.files import is_unfinished
@@ -207,7 +206,6 @@ def plot(argv: Sequence[str]) -> None:
 # machines with such devices
 
 Planned = SupervisedOptions | RLOptions
-_MODELS = ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "teacher_model")
 
 
 def plan(argv: list[str]) -> None:
@@ -236,7 +234,9 @@ def plan(argv: list[str]) -> None:
     if clustered:
         _check_cluster(own)
     with tempfile.TemporaryDirectory() as folder:
-        _print_plan(options, _with_shapes(options, Path(folder)), own, clustered=clustered)
+        from trimtab.plan.workload import with_sized_models
+
+        _print_plan(options, with_sized_models(options, Path(folder)), own, clustered=clustered)
 
 
 def _check_cluster(own: argparse.Namespace) -> None:
@@ -245,22 +245,6 @@ def _check_cluster(own: argparse.Namespace) -> None:
             raise UserError(f"--{name} {complaint}")
     if not (math.isfinite(own.network) and own.network > 0):
         raise UserError(f"--network is {own.network:g}: it must be a number of GB/s above 0")
-
-
-def _with_shapes(options: Planned, folder: Path) -> Planned:
-    """Models that are given by their size alone get a folder with their configuration."""
-    from trimtab.config.data_options import listed
-    from trimtab.plan import workload
-
-    changes: dict[str, Any] = {}
-    for name in _MODELS:
-        named = listed(getattr(options, name, None))
-        if any(model in workload.SIZES for model in named):
-            found = [
-                workload.write_config(m, folder) if m in workload.SIZES and not Path(m).exists() else m for m in named
-            ]
-            changes[name] = ",".join(found)
-    return dataclasses.replace(options, **changes)
 
 
 def _print_plan(typed: Planned, options: Planned, own: argparse.Namespace, *, clustered: bool) -> None:
@@ -284,6 +268,23 @@ def _print_plan(typed: Planned, options: Planned, own: argparse.Namespace, *, cl
             made = make_plan(options, here, supposed(options), options.nproc, propose=propose)
         told = lines(made, typed.pretrain)
     print("\n".join(told))
+
+
+def check(argv: Sequence[str]) -> int:
+    """Run the job with --check_only, in the processes that its options name."""
+    if argv and argv[0] in ("-h", "--help"):
+        checks = "\n".join(f"  {name:<15}{line}" for name, line in CHECKS.items())
+        print(
+            "usage: trimtab check VERB [the options of the job]\n\nLoad the model of a training job and run every "
+            f"check on it; nothing is trained or written.\nVERB: {', '.join(TRAINED)}\n\n{checks}\n\n"
+            "Exit code 0: all passed, warnings aside; 2: one failed. --skip_checks NAME,NAME leaves checks out.\n"
+            "trimtab VERB --help lists the options of a job."
+        )
+        return 0
+    if not argv or argv[0] not in TRAINED:
+        named = f"{argv[0]!r} is no training job" if argv else "name a training job, as in trimtab check sft"
+        raise UserError(f"{named}; the jobs are {', '.join(TRAINED)}")
+    return main([*argv, "--check_only"])
 
 
 # ---- trimtab jobs [option ...] -- COMMAND: a batch file for each seed (and setting) of a command. A command with --ray

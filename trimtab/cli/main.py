@@ -46,6 +46,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "rloo": ("trimtab.cli.train_rloo", "RL against the mean of a prompt's other answers (RLOO)"),
     "rl": ("trimtab.cli.train_rl", "RL of any kind, as a config file says"),
     "tail": ("trimtab.cli.train_tail", "RL that makes rare bad answers rarer (RePULSe and its baselines)"),
+    "check": ("trimtab.cli.commands:check", "every check of a training job on its loaded model, without training"),
     "generate": ("trimtab.cli.batch_inference", "answers to many prompts, and their scores"),
     "play": (
         "trimtab.cli.interactive_chat:play_main",

@@ -107,7 +107,9 @@ class EpisodeState:
         if (more := len(trajectory.tokens) - end) > 0:
             log_probs, versions = trajectory.log_probs, trajectory.versions
             part = Trajectory(0, 0, [], trajectory.tokens[end:], log_probs[-more:], versions=versions[-more:])
-            cut = replace(trajectory, tokens=trajectory.tokens[:end], drawn=trajectory.mask[:end])
+            part.routes = trajectory.routes
+            routes = None if trajectory.routes is None else trajectory.routes[:-more]
+            cut = replace(trajectory, tokens=trajectory.tokens[:end], drawn=trajectory.mask[:end], routes=routes)
             trajectories = (*trajectories[:-1], replace(cut, log_probs=log_probs[:-more], versions=versions[:-more]))
         self.now = EpisodeSnapshot(trajectories, tuple(record.said), part=part)
 

@@ -1,6 +1,8 @@
 """The model card of a run, from what it left behind: method, data, options, figures, licence and versions."""
 
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,13 @@ import yaml
 
 from trimtab.files import write_text
 from trimtab.report.formatting import short_number
-from trimtab.report.run_data import RunData, read_run
+from trimtab.report.run_data import read_run
 from trimtab.report.summary import achieved, chosen_options, facts, job_name, summary
 
 LICENCE = ("license", "license_name", "license_link")
 KINDS = {"rm": "text-classification", "prm": "token-classification"}  # the hub's names; all others generate text
+PART = re.compile(r"[^@:]+")
+LOCAL = re.compile(r"[/.~]|.*/.*/|.*/.*\.(py|jsonl?|csv|parquet|arrow|txt|ya?ml)$")  # hub names are OWNER/NAME
 LOSSES = ("loss", "eval_loss", "eval_accuracy")
 
 
@@ -20,6 +24,10 @@ def write_model_card(folder: Path, base: dict[str, Any]) -> None:
     """Write README.md into a run's folder. `base`: what the base model's card says of its licence, and `base_model`,
     its name on the hub, if it has one."""
     run = read_run(folder)
+    chosen = {name: _public(value) for name, value in chosen_options(run).items()}
+    # The manifest's reward is a sentence that may name anything; without it, the options say what it was.
+    manifest = {name: value for name, value in run.manifest.items() if name != "reward"}
+    run = replace(run, manifest=manifest, options={name: _public(value) for name, value in run.options.items()})
     adapter = (folder / "adapter_config.json").exists()
     about: dict[str, Any] = {name: base[name] for name in (*LICENCE, "base_model") if base.get(name)}
     if "base_model" in about:
@@ -40,7 +48,7 @@ def write_model_card(folder: Path, base: dict[str, Any]) -> None:
         "## Figures",
         _table(("figure", "value", ""), figures),
         "## Options",
-        f"All others have trimtab's defaults.\n\n```yaml\n{yaml.safe_dump(_options(run), sort_keys=False)}```",
+        f"All others have trimtab's defaults.\n\n```yaml\n{yaml.safe_dump(chosen, sort_keys=False)}```",
         "## Licence",
         licence,
         "## Versions",
@@ -54,13 +62,16 @@ def _table(head: tuple[str, ...], rows: list[Any]) -> str:
     return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
 
 
-def _options(run: RunData) -> dict[str, Any]:
-    """The options that were chosen; of files and folders of this machine the last name."""
-    return {name: _public(value) for name, value in chosen_options(run).items()}
-
-
 def _public(value: Any) -> Any:
+    """A value of an option without addresses; of files and folders of this machine, also in lists (`,`), with their
+    kind (`json@FOLDER`) or a function (`FILE.py:NAME`), the last name."""
     if isinstance(value, list):
         return [_public(one) for one in value]
-    local = isinstance(value, str) and (os.path.isabs(value) or os.path.exists(value))
-    return Path(value).name if local else value
+    if not isinstance(value, str):
+        return value
+    return ",".join("(an address)" if "://" in one else PART.sub(_last_name, one) for one in value.split(","))
+
+
+def _last_name(found: re.Match[str]) -> str:
+    part = found.group()
+    return Path(part).name if LOCAL.match(part) or os.path.exists(part) else part

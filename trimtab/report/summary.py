@@ -250,9 +250,17 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         ("reward", _reward(run)),
         ("reference", _reference(run)),
         ("trained", _parameters(run)),
+        ("exact", _exact(run)),
         (run.unit, _iteration(run) if run.is_rl else _step(run)),
     ]
     return [(name, plain(value)) for name, value in described if value]
+
+
+def _exact(run: RunData) -> str | None:
+    """Of bf16: whether layers run on the engine's kernels (--exact)."""
+    if run.manifest.get("dtype") != "bfloat16" or "exact" not in run.manifest:
+        return None
+    return "engine and trainer have the same kernels" if run.manifest["exact"] else f"no: {run.manifest['not_exact']}"
 
 
 def _rows(run: RunData, which: str) -> str:

@@ -554,6 +554,16 @@ class ShardedTensors:
                     here, there = both
                     target[here].copy_(self._read(index, name, there))
 
+    def differing(self, tensors: dict[str, Tensor]) -> list[str]:
+        """Names whose tensors, in this process, are not these, bit for bit."""
+        wrong = self._places.keys() ^ tensors.keys()
+        for name in tensors.keys() - wrong:
+            stored = torch.zeros_like(tensors[name])
+            self.read_into(name, stored)
+            if not torch.equal(local(stored), local(tensors[name])):
+                wrong.add(name)
+        return sorted(wrong)
+
     def _read(self, index: int, name: str, where: Slices) -> Tensor:
         return self._files[index].get_slice(name)[where] if where else self._files[index].get_tensor(name)
 
@@ -588,3 +598,9 @@ class HostTensors:
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         local(tensor).copy_(self._tensors[name])
+
+    def differing(self, tensors: dict[str, Tensor]) -> list[str]:
+        """Names whose tensors are not these, bit for bit."""
+        names = self._tensors.keys() & tensors.keys()
+        same = {name for name in names if torch.equal(self._tensors[name], local(tensors[name]).detach().cpu())}
+        return sorted((self._tensors.keys() | tensors.keys()) - same)

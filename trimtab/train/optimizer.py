@@ -99,21 +99,21 @@ class Optimizer:
         if applied:
             if self.max_norm > 0 and gradients:
                 torch._foreach_mul_([local(g) for g in gradients], min(1.0, self.max_norm / (grad_norm + 1e-6)))
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate
                 optimizer.step()
-            self._write_back()
+            self._write_back({name: m for name, m in self.masters.items() if m.grad is not None})
         self.clear_gradients()
         return OptimizerStep(grad_norm, applied)
 
     @property
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[torch.optim.Optimizer]:
         return [self.adam] if self.muon is None else [self.adam, self.muon]
 
     def _moments(self, master: Tensor) -> dict[str, Tensor]:
         """What AdamW or Muon keeps for a parameter."""
-        return next((found for optimizer in self._optimizers if (found := optimizer.state.get(master))), {})
+        return next((found for optimizer in self.optimizers if (found := optimizer.state.get(master))), {})
 
     @property
     def state_bytes(self) -> int:
@@ -197,7 +197,7 @@ class Optimizer:
                 fused = self.adam.param_groups[0]["fused"]
                 counter = saved.whole(f"step/{name}")
                 self.adam.state[master] = moments | {"step": counter.to(master.device) if fused else counter}
-        self._write_back()
+        self._write_back(self.masters)
 
     def _groups(self, weight_decay: float) -> list[dict]:
         """Adam's parameter groups: no weight decay for vectors (biases and norms)."""
@@ -210,9 +210,9 @@ class Optimizer:
         gradient = self.accumulated.get(name, self.working[name].grad)
         return None if gradient is None else gradient.to(master.device, torch.float32)
 
-    def _write_back(self) -> None:
+    def _write_back(self, masters: dict[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, master in self.masters.items():
+            for name, master in masters.items():
                 if master is not self.working[name]:
                     self.working[name].copy_(master)
 
@@ -224,9 +224,11 @@ MOMENTUM = "momentum_buffer"
 
 
 def hidden_matrices(model: nn.Module) -> list[str]:
-    """Names of the trained matrices of the decoder layers."""
+    """Names of the trained weights of the decoder layers that are matrices. Stacked biases and the states of recurrent
+    layers, such as Mamba's A_log, have two dimensions too, and are no `.weight`."""
     inside = {id(parameter) for layer in layers_of(model) for parameter in layer.parameters()}
-    found = [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2 and id(p) in inside]
+    weights = [(name, p) for name, p in model.named_parameters() if name.endswith(".weight") and id(p) in inside]
+    found = [name for name, p in weights if p.requires_grad and p.ndim == 2]
     if not found:
         raise UserError(f"--optimizer muon: {type(model).__name__} trains no matrix of a decoder layer; use adamw")
     return found

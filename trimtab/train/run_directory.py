@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -56,9 +57,18 @@ def versions() -> dict[str, str]:
 
 
 def make_manifest(
-    *, job: str, weights: str, data_order: str, seed: int, dtype: str, device: dict[str, Any], path: str, **more
+    *,
+    job: str,
+    weights: str,
+    data_order: str,
+    seed: int,
+    dtype: str,
+    device: dict[str, Any],
+    path: str,
+    not_exact: str,
+    **more,
 ) -> dict:
-    """`device`: Device.described()."""
+    """`device`: Device.described(); `not_exact`: why layers do not run on the engine's kernels (--exact)."""
     return {
         "job": job,
         "initial_weights": weights,
@@ -67,6 +77,8 @@ def make_manifest(
         "dtype": dtype,
         **device,
         "attention_path": path,
+        "exact": not not_exact,
+        **({"not_exact": not_exact} if not_exact else {}),
         "versions": versions(),
         **more,
     }
@@ -80,7 +92,14 @@ WITHOUT_EFFECT = {
     for field in dataclasses.fields(group)
 }
 WITHOUT_EFFECT |= {"micro_train_batch_size", "packing_samples", "train_max_tokens_per_gpu", "gradient_checkpointing"}
-WITHOUT_EFFECT |= {"gradient_checkpointing_use_reentrant", "flash_attn", "bf16", "use_ms", "disable_fast_tokenizer"}
+WITHOUT_EFFECT |= {
+    "gradient_checkpointing_use_reentrant",
+    "flash_attn",
+    "bf16",
+    "use_ms",
+    "disable_fast_tokenizer",
+    "exact",
+}
 WITHOUT_EFFECT |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations", "compile"}
 WITHOUT_EFFECT |= {"use_dynamic_batch", "fit_memory", "ray", "max_restarts", "restart_wait"}
 WITHOUT_EFFECT |= {"ref_offload", "teacher_offload", "precompute_ref_log_probs", "report_samples", "pretrain"}
@@ -119,6 +138,8 @@ def compare_manifests(saved: dict, current: dict, checkpoint: Path) -> list[str]
             )
     for name in changed:
         lines.append(f"resumed with another --{name} ({json.dumps(before[name])} -> {json.dumps(now[name])})")
+    if saved.get("exact", False) != current.get("exact", False):
+        lines.append("resumed with other kernels (--exact): not bit for bit the uninterrupted run")
     if saved.get("environment") != current.get("environment"):
         lines.append("the environment's file has changed since: episodes that were under way may begin anew")
     for key in ("seed", "dtype", "device_type", "threads", "fused_optimiser", "attention_path", "layout", "versions"):
@@ -176,6 +197,18 @@ def _nearest(folder: Path) -> Path:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+@contextmanager
+def scratch_folder(options: CheckpointOptions, needed: int, world: World) -> Iterator[Path | None]:
+    """A temporary folder on the disk of the checkpoints, the same in all processes. None: it has no such room."""
+    near, made = _nearest(Path(options.checkpoint_folder)).resolve(), None
+    with ExitStack() as stack:
+        if world.is_rank_zero and shutil.disk_usage(near).free >= needed + SMALL_FILES:
+            with writing(f"--ckpt_path {options.checkpoint_folder}: cannot write there"):
+                made = stack.enter_context(tempfile.TemporaryDirectory(prefix=".trimtab-check-", dir=near))
+        made = world.gather(made)[0]
+        yield None if made is None else Path(made)
 
 
 # ---- earlier runs in the same folder

@@ -69,6 +69,7 @@ from trimtab.train.launch import (
 from trimtab.train.layer_compilation import SupervisedCompilation
 from trimtab.train.metrics import RunLog
 from trimtab.train.optimizer import Optimizer
+from trimtab.train.proof import prove_without_weights
 from trimtab.train.run_directory import (
     RunDirectory,
     SpaceWatch,
@@ -77,10 +78,13 @@ from trimtab.train.run_directory import (
     make_manifest,
     names_fingerprint,
 )
+from trimtab.train.supervised_proof import data_checks, prove_supervised
 from trimtab.train.supervised_tasks import DPOTask, KDTask, KTOTask, PRMTask, RMTask, SFTTask
 from trimtab.train.task import SupervisedTask
 from trimtab.train.update import (
     MEMORY_FLAGS,
+    ChecksTooLarge,
+    LossTerm,
     MicroBatchLimit,
     RebuildModels,
     Totals,
@@ -152,6 +156,7 @@ class SupervisedRun:
             dtype="bfloat16" if options.bf16 else "float32",
             device=self.device.described(),
             path=self.model.path,
+            not_exact=self.model.not_exact,
             model=options.pretrain,
             trainable=names_fingerprint(self.optimizer.working),
             parameters=sum(p.numel() for p in self.model.parameters()),
@@ -170,6 +175,10 @@ class SupervisedRun:
 
     def train(self, carried: tuple | None = None) -> None:
         """Run to the end; `carried`: the result of `carry` of the same run before its models were rebuilt."""
+        if carried is None:
+            prove_supervised(self)
+            if self.options.check_only:
+                return
         with self.run_directory.locked():
             resumed = carried is not None or (self.options.load_checkpoint and self.resume())
             if carried is not None:
@@ -284,15 +293,16 @@ class SupervisedRun:
             batches = self.make_batches(self.task.cut(self.task.store, samples))
             totals = self.totals(batches)
             self.task.prepare(self.model, batches)
-            with counted_experts(self.model) as load:
-                figures = accumulate(
-                    self.model,
-                    self.mesh,
-                    until_stopped(),
-                    len(batches),
-                    lambda batch: self.task.loss(self.model, batch, totals),
-                )
-            return self.mesh.data.add_up(figures | load.figures(self.mesh.data)), totals, len(batches)
+            figures = self.accumulate(until_stopped(), len(batches), lambda b: self.task.loss(self.model, b, totals))
+            return figures, totals, len(batches)
+
+    def accumulate(
+        self, batches: Iterable[TokenBatch], count: int, share: Callable[[TokenBatch], LossTerm]
+    ) -> dict[str, float]:
+        """Add the gradients of these micro-batches; returns their figures over all processes."""
+        with counted_experts(self.model) as load:
+            figures = accumulate(self.model, self.mesh, batches, count, share)
+        return self.mesh.data.add_up(figures | load.figures(self.mesh.data))
 
     def shrink(self, samples: list[int], why: str, *, evaluation: bool = False) -> None:
         """Halve the micro-batch limit after out-of-memory on these samples, or end the run if it cannot be halved."""
@@ -495,6 +505,8 @@ def train_supervised(options: SupervisedOptions) -> None:
             run = build_run(options, TASKS[options.verb], device, world)
             try:
                 return run.train(carried)
+            except ChecksTooLarge:
+                options = dataclasses.replace(options, skip_checks="all")
             except RebuildModels:
                 carried = run.carry()
             del run
@@ -562,6 +574,7 @@ def dry_run_supervised(options: SupervisedOptions) -> list[str]:
     steps = dataclasses.replace(task.order(), samples=samples).steps
     lines.append(f"data: {task.report.in_files:,} rows give {'about ' if about else ''}{steps:,} steps")
     lines += samples_with_masks(task.make_batch(task.store, [0]), tokenizer)
+    lines += prove_without_weights(options, data_checks(task, tokenizer))
     if model.path == "packed" and uses_default_tokens(options, device):
         options = with_default_tokens(options, device)
         lines.append(default_line(options))

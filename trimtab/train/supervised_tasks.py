@@ -55,6 +55,7 @@ from trimtab.train.update import LossTerm, Totals, counts_by_sequence, sums_by_s
 class SFTTask(SupervisedTask):
     options: SFTOptions | KDOptions
     verb = "sft"
+    trains_answers = True
 
     def build_dataset(self, rows, what):
         return build_sft_dataset(rows, self.tokenizer, self.options, what=what)
@@ -253,6 +254,7 @@ class KTOTask(ReferenceTask):
 
     options: KTOOptions
     verb = "kto"
+    trains_answers = True
     scores_model = True
 
     def build_dataset(self, rows, what):

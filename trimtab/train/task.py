@@ -37,6 +37,7 @@ class SupervisedTask:
     verb: str
     mesh = Mesh()  # the processes that share a step; set before training
     sequences_a_sample = 1
+    trains_answers = False  # whether the trained tokens are the answers of the rows
     scores_model = False  # whether every step also runs the model without gradients
     padded = False  # the model takes padded rows, whose memory a token budget would not bound
 
@@ -51,7 +52,7 @@ class SupervisedTask:
             max_samples=options.max_samples,
             seed=options.seed,
         )
-        self._places = locations_of(rows, "the train data")
+        self.rows, self._places = rows, locations_of(rows, "the train data")
         self.store, self.report = self.build_dataset(rows, "train")
         self.evaluation: Any = None
         self.evaluation_report: Any = None
@@ -136,6 +137,12 @@ class SupervisedTask:
     def places(self, samples: list[int]) -> list[str]:
         """Places of these samples in the user's files."""
         return self._places.names(getattr(self.store, "sequences", self.store).rows[samples].tolist())
+
+    def first_row(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], dict[str, Any] | None]:
+        """(ids, trained) of the first row's sequences, and the row if the job trains whole answers, all of them."""
+        sequences = getattr(self.store, "sequences", self.store)
+        examples = [sequences.example(i) for i in range(self.sequences_a_sample)]
+        return examples, self.rows[int(sequences.rows[0])] if self.trains_answers else None
 
     def data_lines(self) -> list[str]:
         """The lines of the data reports."""
@@ -290,6 +297,7 @@ class PairTask(SupervisedTask):
 
     options: RMOptions | DPOOptions
     sequences_a_sample = 2
+    trains_answers = True
 
     def build_dataset(self, rows, what):
         return build_pair_dataset(rows, self.tokenizer, self.options, what=what)

@@ -92,6 +92,10 @@ class RebuildModels(Exception):
     """Micro-batches of several processes were too large: process groups and sharded models must be rebuilt."""
 
 
+class ChecksTooLarge(RebuildModels):
+    """The same for the checks before the first step: the run begins anew without them."""
+
+
 class InsufficientMemory(RunFailed):
     """Out of memory where smaller micro-batches would not help. The run's state is intact and can be saved."""
 

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 from tests.train.rl.rl_run import EPISODES, PROMPTS, arguments, rows
@@ -46,6 +47,17 @@ def kill_after(seconds: float) -> None:
         return plain(run, stop)
 
     RLRun.run_iterations = killed
+
+
+def kill_once_there_is(path: Path) -> None:
+    """In a process that is to be killed as soon as this file exists."""
+
+    def watch() -> None:
+        while not path.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def tell_while_collecting(number: int, times: int, method: str = "advance") -> None:

@@ -17,7 +17,7 @@ def length_of(seed: int, sample: int, most: int) -> int:
 class ScriptedEngine:
     """Token k of a sample is k + 100 x sample, its log-prob the version; it ends at its length."""
 
-    exact = False
+    exact = batch_invariant = False
 
     def __init__(self, max_num_seqs=5, seconds=0.0):
         self.max_num_seqs, self.seconds, self.version = max_num_seqs, seconds, 0

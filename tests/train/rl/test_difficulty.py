@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.command import run
-from tests.train.rl.async_run import check_ledger, kill_after
+from tests.train.rl.async_run import check_ledger, kill_once_there_is
 from tests.train.rl.async_run import words as async_words
 from tests.train.rl.rl_run import EVALUATION, PROMPTS, arguments, assert_identical, at, result, rows, without
 from tests.train.rl.test_invariance import QUIET
@@ -19,6 +19,7 @@ from tests.train.rl.test_source import Answered
 from trimtab.config.rl_jobs import GRPOOptions
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
+from trimtab.report.run_data import read_run
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
@@ -102,6 +103,16 @@ def test_a_run_of_which_nothing_is_left_ends():
     assert [rows for rows, _ in found] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 9, 9]]
 
 
+@pytest.mark.parametrize("more", ["", "--async_train --async_queue_size 1"])
+def test_a_run_whose_last_turns_are_retired_is_evaluated_at_its_end(folder, tmp_path, more):
+    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier", "--eval_steps", "--num_episodes")
+    words += ["--reward_verifier", "exact", "--difficulty", "--difficulty_return", "0", "--num_episodes", "4"]
+    assert warm.run([*words, *more.split()]) == 0
+    found = read_run(tmp_path)
+    assert found.steps < 9 and [step for step, _ in found.series("eval_pass_1")] == [0, found.steps]
+    assert found.last("passed_over") is not None, "it is the iteration's row"
+
+
 def test_a_batch_that_was_not_trained_counts_once():
     """It is sampled again, as after a signal between sampling and the first update."""
     source, _ = source_of(Answered(), difficulty_after=2)
@@ -181,8 +192,9 @@ def test_in_an_asynchronous_run_each_place_counts_once_and_retired_prompts_are_p
     more = f"--no_shuffle --num_episodes 6 --record {tmp_path}/recording --rollout_slots 64"
     given = async_words(folder, tmp_path, "difficulty", more)
     if kill:
-        assert warm.run(given, prepare=partial(kill_after, 1.2)) == -signal.SIGKILL
-        given = [*given, "--load_checkpoint"] if (tmp_path / "checkpoints" / "latest").exists() else given
+        prepare = partial(kill_once_there_is, tmp_path / "checkpoints" / "latest")
+        assert warm.run(given, prepare=prepare) == -signal.SIGKILL
+        given = [*given, "--load_checkpoint"]
     assert warm.run(given) == 0
     lines = check_ledger(tmp_path, places=6 * PROMPTS)
     rates, retired = {}, {}

@@ -1,11 +1,17 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from trimtab.distributed.serialization import Serializer
+from trimtab.models.packed import PaddedRows
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Trajectory
+from trimtab.train.rl.async_source import partials_from_disk, partials_on_disk
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.micro_batches import cost, make_slice, micro_batches, mini_batches
+from trimtab.train.rl.micro_batches import AnswerSlice, cost, make_slice, micro_batches, mini_batches
+from trimtab.train.rl.rollout_worker import InFlightGroup
 
 PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7, 8, 9]]
 
@@ -137,3 +143,76 @@ def test_optimiser_steps_hold_whole_groups_and_every_sample_once(size):
     assert steps == mini_batches(experience, size // 4 or 1, (0, 1, 2))
     if size < 24:
         assert steps != mini_batches(experience, size // 4 or 1, (0, 2, 2))
+
+
+# ---- routes: here, of every token its own number, so that a wrong place shows
+
+
+def with_routes(experience):
+    ids_T = experience.ids_T[:, None, None]
+    experience.routes_TLK = torch.cat(
+        [torch.cat([ids_T + 100 * n for n in (layer, layer + 1)], 2) for layer in (0, 1)], 1
+    )
+    experience.routes_TLK = experience.routes_TLK.to(torch.int16)
+    return experience
+
+
+def are_in_place(routes_TLK, ids_T):
+    return torch.equal(routes_TLK[:, 0, 0].long(), ids_T.long()) and torch.equal(
+        routes_TLK[:, 1, 1].long(), ids_T.long() + 200
+    )
+
+
+def test_routes_stay_with_their_tokens_through_cuts_packing_storage_and_messages():
+    experience = with_routes(make())
+    assert are_in_place(experience.take([4, 5, 1, 0, 8]).routes_TLK, experience.take([4, 5, 1, 0, 8]).ids_T)
+    back = Experience.from_tensors(experience.tensors())
+    assert torch.equal(back.routes_TLK, experience.routes_TLK) and back.routes_TLK.dtype == torch.int16
+    for limits in ({"count": 2, "budget": None}, {"count": 1, "budget": 20}):
+        passes = micro_batches(experience, range(len(experience)), **limits)
+        part = make_slice(experience, [*passes, None], "sampled_N", routes_TLK=experience.routes_TLK)
+        part = Serializer(AnswerSlice).unpack(Serializer(AnswerSlice).pack(part))
+        for batch in part.batches():
+            assert are_in_place(batch.routes_TLK, batch.ids_T)
+            apart = batch.separate()
+            assert are_in_place(apart.routes_TLK, apart.ids_T)
+            rows = PaddedRows.of(batch)
+            slots = rows.inputs["attention_mask"].flatten() == 1
+            assert are_in_place(rows.routes_TLK[slots], rows.inputs["input_ids"].flatten()[slots])
+    assert all(batch.routes_TLK is None for batch in make_slice(experience, passes).batches())
+
+
+def test_where_some_parts_have_no_routes_their_tokens_have_unknown_ones():
+    one, other = with_routes(make(seed=1)), make(seed=2)
+    for parts in ((one, other), (other, one)):
+        whole = Experience.joined(parts)
+        known = (whole.routes_TLK != torch.iinfo(torch.int16).max).all(2).all(1)
+        assert are_in_place(whole.routes_TLK[known], one.ids_T) and int(known.sum()) == len(one.ids_T)
+    assert Experience.joined((other, other)).routes_TLK is None
+
+
+def routes_of(ids, known=None):
+    """Routes whose only layer is the token itself."""
+    routes = np.array(ids, dtype=np.uint8)[:, None, None]
+    return routes if known is None else np.where(np.array(known)[:, None, None], routes, np.uint8(255))
+
+
+def test_turns_and_partial_rollouts_keep_the_first_routes_of_every_token():
+    """What an engine reads again is routed anew; tokens that were sampled keep what they were sampled with."""
+    first = Trajectory(
+        0, 0, [5, 6], [7, 8], np.zeros(2, np.float32), "stop", routes=routes_of([5, 6, 7, 8], [1, 1, 1, 0])
+    )
+    whole = first.with_observation([9, 10])
+    read_again = routes_of([105, 106, 107, 8, 9, 10, 11, 12], [1] * 7 + [0])
+    turn = Trajectory(0, 0, whole.whole_ids, [11, 12], np.zeros(2, np.float32), "stop", routes=read_again)
+    whole = whole.with_turn(turn)
+    assert whole.routes[:, 0, 0].tolist() == [5, 6, 7, 8, 9, 10, 11, 255]
+    late = Trajectory.empty(0, [5, 6]).with_observation([7, 8, 9, 10]).with_turn(turn)
+    assert late.routes[:, 0, 0].tolist() == [105, 106, 107, 8, 9, 10, 11, 255]
+    flat = Experience.of([0, 0], [replace(whole, sample=1), replace(first, routes=None)])
+    assert flat.routes_TLK[:, 0, 0].tolist() == [5, 6, 7, 8, 9, 10, 11, 255, *[255] * 4]
+    group = InFlightGroup(3, 1, 0, 17, [one.stored() for one in (whole, replace(first, routes=None), first)])
+    group.trajectories = [replace(one, versions=np.zeros(len(one.log_probs), np.int32)) for one in group.trajectories]
+    (back,) = partials_from_disk(*partials_on_disk([group]))
+    assert np.array_equal(back.trajectories[0].routes, whole.routes) and back.trajectories[1].routes is None
+    assert np.array_equal(back.trajectories[2].routes, first.routes)

@@ -79,6 +79,20 @@ def test_too_many_failures_end_the_run_which_goes_on_when_the_judge_is_back(fold
     assert [row["failed_rewards"] for row in rows(tmp_path)] == [0.0, 0.0]
 
 
+def test_too_many_failures_in_an_evaluation_end_the_run(folder, tmp_path, capsys):
+    """Answers to two of its five prompts have no reward."""
+    seen: list[str] = []
+
+    def answer(response):
+        seen.append(response)
+        return (503, {}) if len(seen) <= 2 else score_digits(response)
+
+    with judging(answer) as judge:
+        words = without(words_of(folder, tmp_path / "run", judge.url, "--max_steps 1"), "--eval_n_samples_per_prompt")
+        assert main([*words, "--judge_concurrency", "1"]) == 1
+    assert "2 prompts of the evaluation had to be left out" in capsys.readouterr().err
+
+
 FLAKY = """
 def reward_func(queries, prompts, labels):
     if any(len(query) % 11 == 0 for query in queries):
@@ -107,8 +121,9 @@ def test_asynchronous_groups_without_a_reward_are_left_out(folder, tmp_path):
 
 def test_a_dry_run_asks_the_judge(folder, tmp_path, capsys):
     with judging() as judge:
-        assert main([*words_of(folder, tmp_path, judge.url), "--dry_run"]) == 0
+        assert main([*words_of(folder, tmp_path / "out", judge.url), "--dry_run"]) == 0
         assert "reward, tried on the first prompt" in capsys.readouterr().out and len(judge.asked) == 2
+    assert not (tmp_path / "out").exists(), "nothing is written"
 
 
 @pytest.mark.parametrize(
@@ -123,11 +138,12 @@ def test_a_dry_run_asks_the_judge(folder, tmp_path, capsys):
     ],
 )
 def test_wrong_input_is_one_line(folder, tmp_path, capsys, more, words):
-    given = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
+    given = without(arguments(folder, tmp_path / "out", "grpo"), "--reward_verifier")
     found = run(capsys, "", *given, *more.format(folder=folder).split())
     if words == "--judge":
         assert "--judge_model" in found.err + found.out
     else:
+        assert not (tmp_path / "out").exists()
         assert found.code == 2 and words in found.err and found.err.count("\n") == 1, found.err
 
 

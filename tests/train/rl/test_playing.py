@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from tests.train.rl.played import Played, experience_of
 from trimtab.rewards.requests import PromptBatch
@@ -131,3 +132,12 @@ def test_the_turns_of_an_episode_are_told_one_by_one():
         ("user", 2, False, 0.0),
         ("assistant", 1, True, 1.0),
     ]
+
+
+@pytest.mark.parametrize("exact, invariant, plays, needed", [(1, 0, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1), (0, 0, 1, 0)])
+def test_sampled_log_probs_of_episodes_are_used_if_batches_do_not_change_them(exact, invariant, plays, needed):
+    """Which turns share a batch depends on the time that an environment takes."""
+    engine = SimpleNamespace(exact=bool(exact), batch_invariant=bool(invariant))
+    role = RolloutWorker(engine, [], Tokenizer(), lambda: False, player=Player() if plays else None)
+    described = role.describe()
+    assert (described["engine_exact"], described["exact"]) == (bool(exact), bool(needed))

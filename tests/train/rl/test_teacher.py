@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from trimtab.train.optimizer import OptimizerStep
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.micro_batches import MicroBatcher
 from trimtab.train.rl.roles import actor_of, scorer
-from trimtab.train.rl.teacher import Teaching
+from trimtab.train.rl.teacher import TeacherPrompts, Teaching
 
 VOCABULARY = len(make_tokenizer())
 KINDS = ("reverse_kl", "forward_kl", "jsd")
@@ -286,6 +287,14 @@ def long(prompts, completions, **columns):
     return [[{"role": "user", "content": "1" * 5000}] for _ in prompts]
 """
 ALONE = "--init_kl_coef 0 --actor_learning_rate 1e-2"
+ITSELF = "--teacher_prompt_key hint --enable_ema --teacher_ema --teacher_divergence jsd"
+LAYOUTS = {
+    "offloaded": "--ref_reward_offload",
+    "copies": "--nproc 2",
+    "sharded": "--nproc 2 --zero_stage 3",
+    "sharded and offloaded": "--nproc 2 --zero_stage 3 --ref_reward_offload",
+    "layers cut": "--nproc 2 --ds_tensor_parallel_size 2",
+}
 SELF = "--teacher_prompt_func {0}/hints.py:hint --enable_ema --teacher_ema --teacher_divergence reverse_kl"
 
 
@@ -363,18 +372,31 @@ def uninterrupted(taught, tmp_path_factory):
     return out
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "teacher", ["--teacher_model {0}/teacher", "--teacher_prompt_key hint --enable_ema --teacher_ema"]
-)
-def test_two_processes_learn_what_one_learns(taught, tmp_path, teacher):
-    words = f"{teacher} --teacher_divergence reverse_kl --max_steps 2"
-    for out, more in (("one", ""), ("two", "--nproc 2"), ("sharded", "--nproc 2 --zero_stage 3")):
-        assert warm.run(words_of(taught, tmp_path / out, f"{words} {more}")) == 0
-    one, two, sharded = (rows(tmp_path / out) for out in ("one", "two", "sharded"))
-    for other in (two, sharded):
-        assert [row["distance"] for row in other] == pytest.approx([row["distance"] for row in one], rel=1e-4)
-    torch.testing.assert_close(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=1e-4, rtol=1e-3)
+@pytest.fixture(scope="module")
+def alone(taught, tmp_path_factory):
+    """What one process learns, by how it is taught."""
+    made = {}
+
+    def learn(words):
+        if words not in made:
+            made[words] = tmp_path_factory.mktemp("alone")
+            assert warm.run(words_of(taught, made[words], words)) == 0
+        return made[words]
+
+    return learn
+
+
+@pytest.mark.short(1)
+@pytest.mark.parametrize("teacher", ["--teacher_model {0}/teacher --teacher_divergence reverse_kl", ITSELF])
+@pytest.mark.parametrize("layout", [*LAYOUTS])
+def test_processes_learn_what_one_learns(taught, alone, tmp_path, teacher, layout):
+    words = f"{teacher} --max_steps 2"
+    assert warm.run(words_of(taught, tmp_path, words, LAYOUTS[layout])) == 0
+    expected, found = (
+        [row[name] for row in rows(out) for name in ("distance", "loss")] for out in (alone(words), tmp_path)
+    )
+    assert found == pytest.approx(expected, abs=1e-5)
+    torch.testing.assert_close(weights(tmp_path), weights(alone(words)), atol=1e-4, rtol=1e-3)
 
 
 # ---- what is refused
@@ -433,3 +455,10 @@ def test_a_function_that_fails_stops_the_run_in_one_line(taught, tmp_path, name,
     words = f"--teacher_prompt_func {{0}}/hints.py:{name} --teacher_divergence jsd"
     printed = warm.output(words_of(taught, tmp_path, words, rewarded=True), 1)
     assert said in printed and "Traceback" not in printed
+
+
+def test_the_teachers_context_must_hold_the_longest_episode():
+    prompts = object.__new__(TeacherPrompts)
+    prompts.options = SimpleNamespace(plays=True, episode_max_len=20, generate_max_len=5)
+    prompts.room = 25
+    assert "--episode_max_len 26" in prompts._too_long(8, 2) and not prompts._too_long(7, 2)

@@ -429,6 +429,8 @@ def partials_on_disk(groups: Iterable[InFlightGroup]) -> Kept:
     columns = {"drafts/ids": flat.tokens_T, "drafts/log_probs": flat.log_probs_N, "drafts/versions": flat.versions_N}
     if masked := [trajectory for trajectory in trajectories if trajectory.drawn is not None]:
         columns["drafts/drawn"] = flatten(masked, prompts=False).drawn_T
+    if routes := [trajectory.routes for trajectory in trajectories if trajectory.routes is not None]:
+        columns["drafts/routes"] = np.concatenate(routes)
     return {name: torch.from_numpy(column) for name, column in columns.items()}, described
 
 
@@ -440,6 +442,8 @@ def _described(trajectory: Trajectory) -> dict[str, Any]:
     }
     if trajectory.drawn is not None:
         found["drawn"] = len(trajectory.log_probs)
+    if trajectory.routes is not None:
+        found["routes"] = len(trajectory.routes)
     if trajectory.episode is not None:
         prompt = trajectory.prompt_ids or None
         found |= {"episode": trajectory.episode.plain(), "branch": trajectory.branch, "prompt": prompt}
@@ -467,6 +471,7 @@ def partials_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str,
                 drawn=next_of("drawn", tokens) if "drawn" in found else None,
                 episode=EpisodeRecord.of_plain(found["episode"]) if "episode" in found else None,
                 branch=found.get("branch", 0),
+                routes=next_of("routes", found["routes"]) if "routes" in found else None,
             )
             trajectories.append(trajectory)
         groups.append(InFlightGroup(group["place"], group["version"], group["row"], group["seed"], trajectories))

@@ -40,6 +40,7 @@ from trimtab.train.rl.rollout_worker import (
     FailedGroup,
     FinishedGroup,
     InFlightGroup,
+    RewardClock,
     RolloutWorker,
     SampleScorer,
     Wait,
@@ -56,8 +57,8 @@ TO_END = 5.0  # seconds to wait for the thread to end
 class GroupScorer:
     """Scores finished groups in threads. `changed`: notified when there is something to take."""
 
-    def __init__(self, rewards: Parts, tokenizer: Any, spans: Spans):
-        self.rewards, self.tokenizer, self.spans = rewards, tokenizer, spans
+    def __init__(self, rewards: Parts, tokenizer: Any, spans: Spans, clock: RewardClock):
+        self.rewards, self.tokenizer, self.spans, self.clock = rewards, tokenizer, spans, clock
         self.changed = threading.Condition()
         self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="rewards")
         self._scored: list[tuple[int, int, Sequence[Trajectory], list[RewardResult]]] = []
@@ -67,7 +68,7 @@ class GroupScorer:
         """Score all samples of one prompt, given in order."""
         if not self.rewards:
             return self._add(place, prompt_batch, rollouts, [])
-        scorer = SampleScorer(self.rewards, prompt_batch, self.tokenizer)
+        scorer = SampleScorer(self.rewards, prompt_batch, self.tokenizer, self.clock)
         assert scorer.concurrent, "a reward model is another role"
         # Decode here: tokenizers are not thread-safe.
         self._threads.submit(self._score, place, scorer, scorer.request(rollouts), rollouts)
@@ -189,7 +190,7 @@ class AsyncRolloutWorker(RolloutWorker):
     def __init__(self, *arguments: Any, **more: Any):
         super().__init__(*arguments, **more)
         self._spans = Spans()
-        self._scorer = GroupScorer(self.rewards, self.tokenizer, self._spans)
+        self._scorer = GroupScorer(self.rewards, self.tokenizer, self._spans, self.clock)
         self._changed = self._scorer.changed
         self.sampling: SamplingParams | None = None
         self._groups: dict[int, GroupState] = {}  # by place

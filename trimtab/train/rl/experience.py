@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.episode import EpisodeRecord
-from trimtab.rollout.trajectory import Trajectory, flatten
+from trimtab.rollout.trajectory import Trajectory, fit_routes, flatten
 
 
 @dataclass
@@ -159,6 +159,7 @@ class Experience(Trajectories):
     scores_S: Tensor  # used by dynamic filtering and evaluation
     logs: dict[str, Tensor] = field(default_factory=dict)  # further values per sample that rewards return
     versions_N: Tensor | None = None  # int32: policy version that sampled each token
+    routes_TLK: Tensor | None = None  # experts of every layer, as `RouteArray`; None: not known of any token
     branches_S: Tensor | None = None  # index of the branch in its episode; None: every sample is a whole answer
     episodes: list[EpisodeRecord] | None = None  # record of each sample's episode; branches share it
     # process rewards: a list for each sample
@@ -206,6 +207,8 @@ class Experience(Trajectories):
         if flat.versions_N is not None:
             experience.versions_N = torch.from_numpy(flat.versions_N)
             assert len(experience.versions_N) == len(experience.sampled_N), "a version for every sampled token"
+        if flat.routes_TLK is not None:
+            experience.routes_TLK = torch.from_numpy(flat.routes_TLK)
         if any(r.branch for r in rollouts):
             pairs = itertools.pairwise((r.prompt, r.sample, r.branch) for r in rollouts)
             assert rollouts[0].branch == 0 and all(
@@ -248,6 +251,7 @@ class Experience(Trajectories):
         logs = columns.pop("logs")
         lists = {name: columns.pop(name) for name in LISTS}
         episodes, branches = columns.pop("episodes"), columns.pop("branches_S")
+        routes = columns.pop("routes_TLK")
         columns = {name: None if found[0] is None else torch.cat(found) for name, found in columns.items()}
         names = dict.fromkeys(name for found in logs for name in found)
         nothing = [torch.full((len(part),), torch.nan) for part in parts]
@@ -260,6 +264,12 @@ class Experience(Trajectories):
         if any(own is not None for own in branches):
             zeros = (torch.zeros(len(part), dtype=torch.int64) for part in parts)
             columns["branches_S"] = torch.cat([none if own is None else own for own, none in zip(branches, zeros)])
+        if known := [own for own in routes if own is not None]:
+            empty = known[0].numpy()[:0]
+            fitted = (
+                fit_routes(empty if own is None else own.numpy(), len(part.ids_T)) for own, part in zip(routes, parts)
+            )
+            columns["routes_TLK"] = torch.from_numpy(np.concatenate(list(fitted)))
         before = itertools.accumulate((part.groups for part in parts), initial=0)
         columns["groups_S"] = torch.cat([part.groups_S + first for part, first in zip(parts, before)])
         return cls(**columns)
@@ -268,12 +278,12 @@ class Experience(Trajectories):
         """An experience of these samples only. A group's samples must be adjacent, and episodes need their first
         branch."""
         chosen = torch.as_tensor(samples, dtype=torch.int64)
-        runs_of = {"_T": runs(self.offsets_S[chosen], self.sequence_lengths_S[chosen]), "_N": self.drawn_of(chosen)}
+        runs_of = {"T": runs(self.offsets_S[chosen], self.sequence_lengths_S[chosen]), "N": self.drawn_of(chosen)}
         taken: dict[str, Any] = {"logs": {name: values[chosen] for name, values in self.logs.items()}}
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor):
-                places = runs_of.get(f.name[-2:])
+                places = runs_of.get(f.name.rpartition("_")[2][0])  # the first axis
                 taken[f.name] = value[chosen] if places is None else joined(value, places)
             elif isinstance(value, list):
                 taken[f.name] = [value[i] for i in samples]

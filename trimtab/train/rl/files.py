@@ -106,10 +106,10 @@ class RunFiles:
 
     def _space(self, roles: Any) -> SpaceWatch:
         options = self.options
-        sizes = {name: role.call("trained_parameters")[0] for name, role in _learners(roles).items()}
+        sizes = {name: role.call("trained_parameters")[0] for name, role in learning_roles(roles).items()}
         written = sum(size for name, size in sizes.items() if name != "critic" or options.save_value_network)
         averaged = sizes["actor"] if options.enable_ema else 0
-        checkpoint = sum(role.call("state_bytes")[0] for role in _learners(roles).values()) + 4 * averaged
+        checkpoint = sum(role.call("state_bytes")[0] for role in learning_roles(roles).values()) + 4 * averaged
         return SpaceWatch(options, model=written * (2 if options.bf16 else 4), checkpoint=checkpoint)
 
     def write(self, row: dict) -> None:
@@ -244,7 +244,7 @@ class RunFiles:
     def _contents(self, checkpoint: Checkpoint) -> tuple[Callable[[Path], None], dict]:
         """A function that writes the checkpoint's tensors, and its state."""
         step, roles = checkpoint.iteration, checkpoint.roles
-        learners = _learners(roles)
+        learners = learning_roles(roles)
         random = {
             name: {str(stream): state for stream, state in zip(role.processes.streams, role.call("random_state"))}
             for name, role in _with_random_state(roles).items()
@@ -268,7 +268,7 @@ class RunFiles:
         path, state = loaded
         for line in compare_manifests(state["manifest"], self.manifest, path):
             print(f"warning: {line}", flush=True)
-        learners = _learners(roles)
+        learners = learning_roles(roles)
         if (trained := [name for name in LEARNERS if (path / name).is_dir()]) != list(learners):
             raise UserError(
                 f"--ckpt_path {path}: this run trained {' and '.join(trained)}, and now it should be "
@@ -297,7 +297,7 @@ class RunFiles:
 
     def check_finite(self, roles: Any) -> None:
         """Raise before weights that are not finite overwrite a good model or checkpoint."""
-        for name, role in _learners(roles).items():
+        for name, role in learning_roles(roles).items():
             if not all(role.call("is_finite")):
                 raise RunFailed(not_finite_line(f"in the {name}", self.checkpoints.latest()))
 
@@ -322,7 +322,7 @@ def raise_problem(problems: list[str | None]) -> None:
         raise OSError(problem)
 
 
-def _learners(roles: Any) -> dict[str, Any]:
+def learning_roles(roles: Any) -> dict[str, Any]:
     return {name: role for name in LEARNERS if (role := getattr(roles, name, None)) is not None}
 
 

@@ -48,6 +48,7 @@ from trimtab.train.launch import (
     without_tokens,
     work_of_prompts,
 )
+from trimtab.train.proof import prove_without_weights
 from trimtab.train.rl.async_source import AsyncSource
 from trimtab.train.rl.checks import (
     check_drop_last,
@@ -61,12 +62,14 @@ from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.micro_batches import AnswerSlice, TextMixture, TextSlice, load_text
+from trimtab.train.rl.rl_proof import prompt_checks
 from trimtab.train.rl.roles import (
     contents_of_environment,
     layout_of_units,
     load_stores,
     make_units_in_processes,
     with_environment_defaults,
+    with_routing_replay,
 )
 from trimtab.train.rl.rollout_client import Evaluation, RolloutClient
 from trimtab.train.rl.rollout_worker import (
@@ -89,7 +92,7 @@ from trimtab.train.rl.source import (
 from trimtab.train.rl.state import Roles
 from trimtab.train.rl.teacher import TeacherPrompts
 from trimtab.train.run_directory import learning_settings, make_manifest
-from trimtab.train.update import InsufficientMemory, RebuildModels
+from trimtab.train.update import ChecksTooLarge, InsufficientMemory, RebuildModels
 
 
 class Controller:
@@ -188,16 +191,20 @@ class Controller:
             eval_sampling = dataclasses.replace(
                 sampling, n=options.eval_n_samples_per_prompt, temperature=options.eval_temperature, top_p=1.0
             )
-            evaluation = Evaluation(self.stores["evaluation"], eval_sampling)
+            evaluation = Evaluation(self.stores["evaluation"], eval_sampling, options.failed_reward_share)
         text = None if self.text is None else TextMixture(self.text, options)
         client = RolloutClient(self.stores, self.tokenizer, groups["rollouts"], groups.get("reward"))
+        if options.exact == "on" and not (client.engine_exact or options.replay):
+            raise UserError("--exact on: the engine's kernels failed their check (see the warning above); leave it out")
         self.world.say(f"reward: {describe_rewards(client.in_words, options)}")
         manifest = self.manifest(actor, client.reward_sum.name) | (placement or {})
         if self.recording is not None:
             self.recording.sampler = {name: manifest[name] for name in ("device_type", "dtype")}
             self.recording.sampler |= {"exact": client.exact and not options.outlives_updates}
         more = evaluation, text, self.teacher_prompts
-        return self.make_run(groups, client, self.make_source(sampling, client), sampling, manifest, *more)
+        run = self.make_run(groups, client, self.make_source(sampling, client), sampling, manifest, *more)
+        run.reports = self.reports
+        return run
 
     def make_source(self, sampling: SamplingParams, client: RolloutClient) -> RolloutSource:
         if self.options.replay:
@@ -234,6 +241,7 @@ class Controller:
             dtype="bfloat16" if options.bf16 else "float32",
             device=actor["device"],
             path=actor["path"],
+            not_exact="vLLM uses other kernels" if options.uses_vllm else actor["not_exact"],
             model=options.pretrain,
             trainable=actor["trainable"],
             parameters=actor["parameters"],
@@ -270,6 +278,7 @@ def dry_run_rl(
 ) -> list[str]:
     """Run all checks that precede the first step, on a few rows and without weights; returns the lines to print."""
     options, device = with_environment_defaults(with_recorded_options(options)), find_device()
+    options = with_routing_replay(options)
     described = units(options, options.processes)
     check_shares(options, described)
     placement = table(layout_of_units(options, described).rows()) if options.ray else []
@@ -323,6 +332,7 @@ def dry_run_rl(
         f"{count_iterations(whole, options):,} iterations of {options.updates_per_iteration} updates",
         f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
         *rewarded,
+        *prove_without_weights(options, prompt_checks(options, stores, reports, tokenizer)),
         *played,
         *cut,
         CLUSTER_MEMORY if options.ray else memory_line(options, device, lambda: work_of_prompts(options, stores)),
@@ -380,8 +390,8 @@ def train(run: RLRun, launcher: Launcher, stop: StopRequest) -> None:
                 with disconnecting(launcher):
                     run.train(stop, rebuilt=again)
                 return launcher.disconnect()
-            except RebuildModels:
-                again = True
+            except RebuildModels as why:
+                again = not isinstance(why, ChecksTooLarge)
             with interruptible(stop, launcher.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
                 run.use(launcher.rebuild_groups())
 

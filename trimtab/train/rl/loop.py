@@ -18,9 +18,11 @@ from trimtab.errors import Interrupted, RunFailed
 from trimtab.interrupts import StopRequest
 from trimtab.train.alarms import diverged_line, resume_line
 from trimtab.train.launch import gc_frozen
+from trimtab.train.metrics import read_rows
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import Checkpoint, RunFiles
 from trimtab.train.rl.micro_batches import MicroBatcher, TextMixture, all_mini_batches
+from trimtab.train.rl.rl_proof import prove_rl
 from trimtab.train.rl.roles import LayerCompilation
 from trimtab.train.rl.rollout_client import Evaluation, RolloutClient
 from trimtab.train.rl.source import RolloutSource, Sampled, prepare
@@ -35,6 +37,7 @@ class RLRun:
     """An RL run: one iteration after another, with evaluation, checkpoints and recovery."""
 
     iteration_class = Iteration
+    proves_updates = True  # whether the checks before the first iteration know this run's updates
 
     def __init__(
         self,
@@ -54,6 +57,8 @@ class RLRun:
         self.order, self.files, self.evaluation = order, files, evaluation
         self.counters = Counters(max(options.init_kl_coef, 0.0), entropy_coefficient=options.entropy_loss_coef or 0.0)
         self.iteration: Iteration | None = None
+        self.reports: dict[str, Any] = {}  # on the data
+        self.proved = False  # whether the checks before the first iteration have run
         self.batcher = MicroBatcher(options, larger_scoring=self.on_accelerator, text=text)
         self.teaching = Teaching(options, self.batcher, teacher_prompts) if options.is_taught else None
         if self.teaching is not None:
@@ -228,6 +233,13 @@ class RLRun:
         with self.timed(work.seconds, "evaluation"):
             return self.evaluate(stop)
 
+    def measure_end(self, stop: StopRequest) -> None:
+        """Evaluate after the last iteration if that was not known to be the last, as the prompts of all later turns
+        are retired or filtered out. Its row is written again, with the evaluation: of a step the last row counts."""
+        (*_, last) = read_rows(self.files.folder / "metrics.jsonl") or [{}]
+        if self.evaluation is not None and not self.is_done() and "eval_length" not in last:
+            self.files.write(last | self.evaluate(stop))
+
     def evaluate(self, stop: StopRequest) -> dict[str, float]:
         assert self.evaluation is not None
         with self.source.paused(), self.weight_sync.averaged(self.sync_weights):
@@ -242,6 +254,11 @@ class RLRun:
 
     def train(self, stop: StopRequest, *, rebuilt: bool = False) -> None:
         """Run to the end; `rebuilt`: continue with the current counters and iteration on rebuilt roles."""
+        if not rebuilt and not self.proved:
+            self.proved = True
+            prove_rl(self, self.reports)
+            if self.options.check_only:
+                return
         with self.files.run_directory.locked():
             resumed = rebuilt or (self.resume() if self.options.load_checkpoint else False)
             if not rebuilt:
@@ -262,12 +279,14 @@ class RLRun:
                     self.files.write({"step": 0, **figures})
                 self.counters.start_is_measured = True
             while not self.is_done() and (row := self.iterate(stop)) is not None:
+                self.sample_check.add_alarm(row)
                 self.files.write(row)
                 self.sample_check.check_row(row)
                 if self.options.save_steps > 0 and self.counters.iteration % self.options.save_steps == 0:
                     self.save()
                 if stop.signal and not self.is_done():
                     self.leave(stop)
+            self.measure_end(stop)
             self.conclude(stop)
             if self.counters.skipped_in_a_row:
                 raise RunFailed(diverged_line(self.counters.skipped_in_a_row, "updates", self.files.folder))
@@ -323,8 +342,9 @@ class RLRun:
             tensors["difficulty"] = self.source.pools.state(in_hand=work is not None)
         return Checkpoint(self.counters.iteration, self.roles, tensors, state)
 
-    def resume(self) -> bool:
-        """Load the newest checkpoint; False if there is none."""
+    def resume(self, *, ahead: bool = True) -> bool:
+        """Load the newest checkpoint; False if there is none. `ahead`: also the untrained groups, which a source that
+        is at work has."""
         found = self.files.load(self.roles)
         if found is None:
             return False
@@ -337,11 +357,13 @@ class RLRun:
         self.sync_weights()
         if self.source.pools is not None:
             self.source.pools.restore(tensors.get("difficulty", {}))
-        if "ahead" in state:
+        if ahead and "ahead" in state:
             self.source.restore(tensors.get("ahead", {}), state["ahead"])
         return True
 
     def leave(self, stop: StopRequest) -> NoReturn:
         """Save a checkpoint and end the run because a stop was requested."""
+        if self.options.check_only:
+            raise Interrupted(stop.number, "stopped in the checks; nothing was written")
         where = resume_line(self.save())
         raise Interrupted(stop.number, f"stopped in iteration {self.counters.iteration + 1}: {where}")

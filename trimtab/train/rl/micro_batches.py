@@ -61,6 +61,7 @@ class Slice:
     samples: list[int]  # number of sequences in each micro-batch
     weights: list[float]  # weight of each micro-batch: 1, or 0 for a filler
     columns: dict[str, Tensor] = field(default_factory=dict)  # over the trained tokens
+    routes_TLK: Tensor | None = None  # experts to use, as `RouteArray`
 
     batch_class: ClassVar[type[TokenBatch]]
 
@@ -73,6 +74,7 @@ class Slice:
             extra = {name: column[among] for name, column in self.columns.items()}
             batch = self.batch_class.of_row(ids[row], trained[row], lengths[sequences], borrowed[sequences], **extra)
             batch.weight = weight
+            batch.routes_TLK = None if self.routes_TLK is None else self.routes_TLK[row]
             yield batch
 
     @property
@@ -109,7 +111,11 @@ def _slices(counts: list[int]) -> list[slice]:
 
 
 def make_slice(
-    experience: Trajectories, passes: Sequence[Sequence[int] | None], *columns: str, **more: Tensor
+    experience: Trajectories,
+    passes: Sequence[Sequence[int] | None],
+    *columns: str,
+    routes_TLK: Tensor | None = None,
+    **more: Tensor,
 ) -> AnswerSlice:
     """The slice of one process, with these columns over sampled tokens, and `more` by name. Samples with the same
     prompt as the one before share its tokens. A micro-batch of None is a filler: with fewer samples than processes, a
@@ -132,6 +138,7 @@ def make_slice(
         counts,
         [0.0 if part is None else 1.0 for part in passes],
         {name: joined(c, drawn) for name, c in (more | {name: getattr(experience, name) for name in columns}).items()},
+        None if routes_TLK is None else joined(routes_TLK, rows),
     )
 
 
@@ -239,7 +246,13 @@ class MicroBatcher:
         """Fill a column over sampled tokens with the results of a role, for all samples or those in `samples_S`."""
         asked_S = experience.lengths_S > 0 if samples_S is None else samples_S & (experience.lengths_S > 0)
         view = experience.taught if column == "teacher_N" else experience
-        experience.put(column, self.scored(view, asked_S.nonzero()[:, 0].tolist(), role, method, **shared))
+        routes_TLK = self.routes(experience) if column == "old_N" else None  # other models choose by themselves
+        asked = asked_S.nonzero()[:, 0].tolist()
+        experience.put(column, self.scored(view, asked, role, method, routes_TLK=routes_TLK, **shared))
+
+    def routes(self, experience: Experience) -> Tensor | None:
+        """The experts that the policy uses: the engine's, with --routing_replay."""
+        return experience.routes_TLK if self.options.routing_replay == "on" else None
 
     def teacher_states(self, experience: Experience, samples: list[int], role: Group, method: str) -> Tensor:
         """The teacher's hidden states as a column [N, D] over sampled tokens; 0 for samples that are not asked for."""
@@ -254,7 +267,13 @@ class MicroBatcher:
         return whole
 
     def scored(
-        self, experience: Trajectories, asked: list[int], role: Group, method: str, **shared: Any
+        self,
+        experience: Trajectories,
+        asked: list[int],
+        role: Group,
+        method: str,
+        routes_TLK: Tensor | None = None,
+        **shared: Any,
     ) -> list[tuple[Sequence[int], Tensor]]:
         """The results of a role for these samples, micro-batch by micro-batch."""
         options = self.options
@@ -264,7 +283,7 @@ class MicroBatcher:
 
         def ask() -> list[tuple[Sequence[int], Tensor]]:
             shares = self._shares(role, experience, asked, count, self.scoring_budget())
-            parts = [[make_slice(experience, share)] for share in shares]
+            parts = [[make_slice(experience, share, routes_TLK=routes_TLK)] for share in shares]
             pieces: list[tuple[Sequence[int], Tensor]] = []
             for share, values in zip(shares, self.send(role, method, parts, **shared)):
                 pieces += [(samples, found) for samples, found in zip(share, values) if samples]
@@ -329,6 +348,8 @@ class MicroBatcher:
             experience.chosen_N = chosen_tokens(experience, samples, options, step)
         columns = ["advantages_N", "sampled_N", *(name for name, is_wanted in wanted.items() if is_wanted)]
         more = {} if teacher_ND is None else {"teacher_ND": teacher_ND}
+        if (routes_TLK := self.routes(experience)) is not None:
+            more["routes_TLK"] = routes_TLK
         parts, totals = self.parts(actor, experience, learnt, *columns, **more), totals_of(experience, samples)
         totals["seen_tokens"] = max(float(experience.lengths_S[learnt].sum()), 1.0)
         totals["row_tokens"] = max(counted("tokens", *parts), 1.0)

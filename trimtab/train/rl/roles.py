@@ -33,6 +33,7 @@ from trimtab.models.load import Loaded, fake_policy, load_policy, load_reward_mo
 from trimtab.models.policy import Policy
 from trimtab.models.reward import Critic
 from trimtab.models.rotary import generated_context
+from trimtab.models.routing import replay_routes_of_batches, routed_layers, routers_of
 from trimtab.models.weight_export import WeightExport
 from trimtab.plan.layouts import layout_of
 from trimtab.rewards.build import Parts, non_model_rewards, reward_models
@@ -104,6 +105,25 @@ def with_environment_defaults(options: RLOptions) -> RLOptions:
                 f"--pretrain {options.pretrain} does not say how long its context is; give --episode_max_len"
             )
     return dataclasses.replace(options, **changes)
+
+
+def with_routing_replay(options: RLOptions) -> RLOptions:
+    """The options with --routing_replay on if auto means that, by engine and model. Called in every process of a run
+    before they communicate. UserError: it is on, and the model's routing cannot be replayed."""
+    asked = options.routing_replay
+    yields = not options.uses_vllm or options.compile == "on" or options.exact == "on"
+    if asked == "off" or (asked == "auto" and yields):
+        return options
+    policy = fake_policy(options)
+    if routers_of(policy):
+        given = options.given if asked == "on" else options.given - {"routing_replay"}  # "auto" demands nothing
+        return dataclasses.replace(options, routing_replay="on", given=given)
+    if asked == "auto":
+        return options
+    raise UserError(
+        f"--routing_replay on: {type(policy.inner).__name__} has no mixture of experts whose routing can be replayed "
+        "(a softmax over the experts of a layer, of which the likeliest are used); drop it"
+    )
 
 
 def load_stores(
@@ -192,6 +212,8 @@ def actor_of(
 ) -> PolicyTrainer:
     optimizer = make_optimizer(options, loaded.model.model, options.actor_learning_rate, place)
     actor = kind(options, loaded.model, optimizer, tokenizer, place.device, place.mesh)
+    if options.routing_replay == "on":
+        replay_routes_of_batches(loaded.model)
     if options.engines_apart:
         actor.export, actor.sender = weight_export(options, loaded.model), TransferSender(place.device.torch)
     actor.origin = loaded
@@ -237,6 +259,8 @@ def engine_settings(options: RLOptions, place: RoleContext) -> dict[str, Any]:
         "eager": options.enforce_eager or not place.device.is_accelerator,
         "tensor_parallel": options.vllm_tensor_parallel_size,
         "sleeps": options.vllm_enable_sleep,
+        "routed_layers": routed_layers(fake_policy(options)) if options.routing_replay == "on" else (),
+        "needs_routes": options.asks("routing_replay"),
         "adapter_rank": options.lora_rank if options.vllm_sync_lora == "adapter" else 0,
         "seed": options.seed,
         "trust_remote_code": options.trust_remote_code,

@@ -249,8 +249,9 @@ class Evaluation:
     Figures over all prompts have 95 % intervals, _low and _high, for the mean over new prompts.
     """
 
-    def __init__(self, store: PromptDataset, sampling: SamplingParams):
-        self.store, self.sampling = store, sampling
+    def __init__(self, store: PromptDataset, sampling: SamplingParams, failed_share: float = 0.0):
+        """`failed_share`: of the prompts, that may be left out because a reward failed."""
+        self.store, self.sampling, self.failed_share = store, sampling, failed_share
         self.shown: Experience | None = None  # answers to the first prompts in the last evaluation
 
     def run(self, client: RolloutClient) -> dict[str, float] | None:
@@ -263,6 +264,13 @@ class Evaluation:
             if not asked.failed[0].episodes:
                 raise RewardFailed(f"no prompt of the evaluation has its rewards; the first: {asked.failed[0].problem}")
             raise EnvironmentFailed(f"every episode of the evaluation has failed; the first: {asked.failed[0].problem}")
+        unrewarded = [group for group in asked.failed if not group.episodes]
+        share, prompts = self.failed_share, len(self.store)
+        if len(unrewarded) > max(share * prompts, float(share > 0)):
+            raise RewardFailed(
+                f"{len(unrewarded)} prompts of the evaluation had to be left out since a reward failed, and {share:g} "
+                f"of {prompts} may (--max_failed_rewards); the last: {unrewarded[-1].problem}"
+            )
         self.shown = of_evaluation(experience)
         n, firsts_E, groups_E = self.sampling.n, experience.firsts_E, experience.groups_E
         groups, scores_E = groups_E.numpy(), experience.scores_S[firsts_E]
@@ -277,7 +285,7 @@ class Evaluation:
         figures |= with_interval("eval_pass_1", scores, groups)
         if n > 1:
             figures |= with_interval(f"eval_pass_{n}", best, np.arange(len(best)))
-        if unrewarded := [group for group in asked.failed if not group.episodes]:
+        if unrewarded:
             figures["eval_failed_rewards"] = float(len(unrewarded))
         if experience.episodes is not None:
             figures["eval_failed_episodes"] = float(sum(group.episodes for group in asked.failed))

@@ -7,6 +7,8 @@ group have the same share: they generate the same samples, continue or stop toge
 """
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +20,7 @@ from trimtab.distributed.weight_transfer import TransferPlan
 from trimtab.errors import OutOfMemory
 from trimtab.rewards.build import Parts
 from trimtab.rewards.requests import PromptBatch, RewardQueue, make_reward_request
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, rewards_info
+from trimtab.rewards.types import Reward, RewardFailed, RewardRequest, RewardResult, rewards_info
 from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
@@ -119,11 +121,25 @@ class Wait:
 # ---- the worker
 
 
+@dataclass
+class RewardClock:
+    """What the rewards near an engine have taken since the run began."""
+
+    seconds: float = 0.0
+    share: float = 0.0  # of --reward_timeout, of the slowest call
+
+    def add(self, reward: Reward, samples: int, seconds: float) -> None:
+        self.seconds += seconds
+        limit: float = getattr(reward, "seconds", 0) or getattr(reward, "timeout", math.inf)
+        calls = 1 if getattr(reward, "batched", True) else max(samples, 1)
+        self.share = max(self.share, seconds / calls / limit)
+
+
 class SampleScorer:
     """Scores finished samples of these prompts with the rewards near the engine. Failures name the row of the data."""
 
-    def __init__(self, rewards: Parts, prompt_batch: PromptBatch, tokenizer: Any):
-        self.rewards, self.prompt_batch, self.tokenizer = rewards, prompt_batch, tokenizer
+    def __init__(self, rewards: Parts, prompt_batch: PromptBatch, tokenizer: Any, clock: RewardClock):
+        self.rewards, self.prompt_batch, self.tokenizer, self.clock = rewards, prompt_batch, tokenizer, clock
         self.concurrent = all(reward.concurrent for reward, _ in rewards)
 
     def __call__(self, rollouts: Sequence[Trajectory]) -> list[RewardResult]:
@@ -131,8 +147,13 @@ class SampleScorer:
 
     def score(self, request: RewardRequest, rollouts: Sequence[Trajectory]) -> list[RewardResult]:
         """Score; `request` must have been made from `rollouts`."""
+        results: list[RewardResult] = []
         try:
-            return [reward(request) for reward, _ in self.rewards]
+            for reward, _ in self.rewards:
+                began = time.monotonic()
+                results.append(reward(request))
+                self.clock.add(reward, len(request), time.monotonic() - began)
+            return results
         except RewardFailed as error:
             if error.row is not None:
                 error.row = self.prompt_batch.rows[rollouts[error.row].prompt]
@@ -170,12 +191,17 @@ class RolloutWorker(Role):
         self.player, self.plays = player or engine, player is not None
         self.tokenizer, self.stopped = tokenizer, stopped
         self.tensor = tensor or Peers()
+        self.clock = RewardClock()
+
+    def reward_clock(self) -> list[float]:
+        """Seconds of the rewards, and the slowest call's share of its time limit."""
+        return [self.clock.seconds, self.clock.share]
 
     def describe(self) -> dict[str, Any]:
-        # Timing decides which turns of episodes share a batch, so the engine's log-probs differ in their last bits from
-        # those of a resumed run. The trainer's log-probs do not.
-        exact = self.engine.exact
-        return {"engine_exact": exact, "exact": exact and not self.plays, **rewards_info(self.rewards)}
+        # Timing decides which turns of episodes share a batch, so most engines' log-probs differ in their last bits
+        # from those of a resumed run. The trainer's log-probs do not.
+        exact, repeatable = self.engine.exact, self.engine.batch_invariant or not self.plays
+        return {"engine_exact": exact, "exact": exact and repeatable, **rewards_info(self.rewards)}
 
     def weights_changed(self, *, version: int) -> None:
         self.engine.weights_changed(version)
@@ -204,7 +230,8 @@ class RolloutWorker(Role):
 
     def probe(self, *, prompts: list[list[int]], seeds: list[int], sampling: SamplingParams) -> Experience:
         """Samples for the comparison of the engine's log-probs with the trainer's."""
-        return Experience.of(range(len(prompts)), self.engine.generate(prompts, sampling, seeds=seeds))
+        with memory_guard():
+            return Experience.of(range(len(prompts)), self.engine.generate(prompts, sampling, seeds=seeds))
 
     # ---- sampling
 
@@ -229,7 +256,7 @@ class RolloutWorker(Role):
         found: list[Trajectory] = []
         waiting: list[Trajectory] = []
         failed: list[Trajectory] = []
-        rewards = SampleScorer(self.rewards, prompt_batch, self.tokenizer)
+        rewards = SampleScorer(self.rewards, prompt_batch, self.tokenizer, self.clock)
         tasks = prompt_batch.tasks() if self.plays else None
         stream = self.player.stream(prompt_batch.ids, sampling, seeds=prompt_batch.seeds, tasks=tasks)
         with RewardQueue(rewards) as scored, contextlib.closing(stream):

@@ -51,15 +51,18 @@ Sampled = tuple[Experience | None, int, dict[str, float]]
 
 
 def with_recorded_options(options: RLOptions) -> RLOptions:
-    """The options of a replay, with the recorded asynchronous settings where the user gave none. Called in every
-    process before they communicate."""
+    """The options of a replay, with the recorded asynchronous settings and experts where the user says nothing else.
+    Called in every process before they communicate."""
     if not options.replay:
         return options
     changes: dict[str, Any] = {}
     try:
-        with Recording(Path(options.replay), {}, None).opened(0) as (_, described):
+        with Recording(Path(options.replay), {}, None).opened(0) as (file, described):
+            yields = "on" in (options.compile, options.exact)
+            if options.routing_replay == "auto" and "routes_TLK" in file.keys() and not yields:  # noqa: SIM118
+                changes["routing_replay"] = "on"
             if (async_settings := described.get("outliving")) is not None:
-                changes = {name: async_settings[name] for name in ASYNC_SETTINGS}
+                changes |= {name: async_settings[name] for name in ASYNC_SETTINGS}
                 changes["mismatch_range"] = tuple(changes["mismatch_range"])
     except UserError:
         return options  # rank 0 reads the whole recording later and reports the problem

@@ -52,9 +52,9 @@ class TeacherPrompts:
         read = dataclasses.replace(options, input_key=key, label_key=None, prompt_max_len=UNLIMITED)
         self.column, _ = build_prompt_dataset(store.rows, tokenizer, read, what="teacher")
         self.places = {int(row): place for place, row in enumerate(self.column.kept)}
-        longest = int(self.column.lengths.argmax())
-        if problem := self._too_long(int(self.column.lengths[longest])):
-            raise UserError(f"--teacher_prompt_key {key}: {self.column.place(longest)} {problem}")
+        for place, row in enumerate(self.column.kept):
+            if problem := self._too_long(int(self.column.lengths[place]), int(store.lengths[int(row)])):
+                raise UserError(f"--teacher_prompt_key {key}: {self.column.place(place)} {problem}")
 
     def __call__(self, experience: Experience) -> list[list[int]]:
         """Token ids before each sample. []: the policy's own prompt, where the column or the function has nothing, or
@@ -82,19 +82,23 @@ class TeacherPrompts:
                 row = {"prompt": prompt, "tools": request.columns.get("tools", [None] * len(rows))[i]}
                 rendering = renderer.render(row, f"{function.file}: prompt {i}")
                 ((ids, _),) = tokenize_renderings([rendering] if rendering else [], self.tokenizer)
-                if problem := self._too_long(len(ids)):
+                if problem := self._too_long(len(ids), len(prompt_ids[i])):
                     where = f"a prompt for {self.store.place(rows[i])}"
                     raise RewardFailed(f"{function.file}: {function.name}: {where} {problem}")
                 found[i] = ids.tolist()
         return found
 
-    def _too_long(self, length: int) -> str:
-        """What is wrong with a prompt of this length, if anything."""
-        longest = length + self.options.generate_max_len
+    def _too_long(self, length: int, own: int) -> str:
+        """What is wrong with a prompt of this length in place of the policy's `own` tokens, if anything."""
+        episode = self.options.episode_max_len if self.options.plays else None  # of all turns, with the prompt
+        flag, answer = "generate_max_len", self.options.generate_max_len
+        if episode is not None:
+            flag, answer = "episode_max_len", episode - own
+        longest = length + answer
         if self.room is None or longest <= self.room:
             return ""
         return (
-            f"has {length:,} tokens, with --generate_max_len {longest:,}, but the teacher has a context of "
+            f"has {length:,} tokens, with --{flag} {longest:,}, but the teacher has a context of "
             f"{self.room:,} tokens: shorten it"
         )
 

@@ -5,31 +5,33 @@ and gradients are summed over all.
 """
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 from torch import Tensor
 
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
-from trimtab.distributed.fsdp import reshard_model
+from trimtab.distributed.fsdp import local, reshard_model
 from trimtab.distributed.launcher import Role
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.weight_transfer import TransferPlan, TransferSender
 from trimtab.errors import OutOfMemory
 from trimtab.files import reason
 from trimtab.models.compile import AtWork, compile_problem, disable_compile
-from trimtab.models.load import Loaded
+from trimtab.models.load import Loaded, fake_policy
 from trimtab.models.lora import adapters_off
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy, TeacherHead
 from trimtab.models.reward import Critic
-from trimtab.models.routing import counted_experts
+from trimtab.models.routing import check_routes, counted_experts
 from trimtab.models.save import save_model
 from trimtab.models.weight_export import WeightExport
 from trimtab.rewards.models import ModelReward, ProcessReward
@@ -38,12 +40,23 @@ from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.checkpoint import HostTensors, ShardedTensors, all_finite, write_sharded
 from trimtab.train.layer_compilation import compile_if_worthwhile, compile_report, first_problem
 from trimtab.train.optimizer import Optimizer, WeightAverage
-from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of
+from trimtab.train.proof import (
+    ADAPTER_B,
+    TrialUpdate,
+    check_export,
+    in_chunks,
+    shift_tensors,
+)
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.micro_batches import AnswerBatch, Slice, TextBatch, batches_of, make_slice
 from trimtab.train.rl.objective import policy_loss_term, text_loss_term, value_loss_term
 from trimtab.train.run_directory import names_fingerprint
 from trimtab.train.task import FrozenScorer
 from trimtab.train.update import InsufficientMemory, LossTerm, Totals, accumulate, memory_guard, undo_step
 
+SHIFT = 0.2
+"""Of the size of some weights, by which they are changed to see whether the engine follows. The answers then clearly
+differ, by more than engine and trainer do in bf16, and the model remains one."""
 RoleModel = tuple[PackedModel, Device, Sequence[AtWork]]
 """A model, its device, and the context managers in which it runs without gradients."""
 
@@ -89,6 +102,7 @@ class Trainer(ModelRole):
     ):
         self.options, self.model, self.optimizer = options, model, optimizer
         self.tokenizer, self.device, self.mesh = tokenizer, device, mesh
+        self._kept_states: dict[str, HostTensors] = {}
 
     def schedule(self, *, steps: int) -> None:
         """Set the learning-rate schedule to this many optimizer steps."""
@@ -132,13 +146,53 @@ class Trainer(ModelRole):
             return self.share(batch.to(self.device.torch), totals, **settings)
 
         with memory_guard(undo_step(self.optimizer)):
-            with counted_experts(self.model) as load:
-                figures = accumulate(self.model, self.mesh, batches_of(slices), count, share)
-            self.gather_gradients()
-            found = self.mesh.data.add_up(figures | load.figures(self.mesh.data))
+            found = self.accumulate(batches_of(slices), count, share)
         report = self.optimizer.step(step, finite=math.isfinite(found["loss"]))
         found["learning_rate"] = self.optimizer.rate(step)
         return found | {"grad_norm": report.grad_norm, "applied": float(report.applied)}
+
+    def accumulate(
+        self, batches: Iterable[TokenBatch], count: int, share: Callable[[TokenBatch], LossTerm]
+    ) -> dict[str, float]:
+        """Add the gradients of these micro-batches; returns their figures over all processes."""
+        with counted_experts(self.model) as load:
+            figures = accumulate(self.model, self.mesh, batches, count, share)
+        self.gather_gradients()
+        return self.mesh.data.add_up(figures | load.figures(self.mesh.data))
+
+    def try_update(
+        self, *, experience: Experience, columns: list[str], totals: Totals, name: str | None, **settings: Any
+    ) -> dict[str, Any]:
+        """Run this one of proof.TRIALS on the answers, or only a pass; the state stays as it is."""
+
+        def make(parts: list[list[int] | None]) -> tuple[list[TokenBatch], Callable[[TokenBatch], LossTerm]]:
+            batches = [batch.to(self.device.torch) for batch in make_slice(experience, parts, *columns).batches()]
+            for batch in batches:
+                batch.weight /= self.mesh.data_size
+            return batches, lambda batch: self.share(batch, totals, **settings)
+
+        trial = TrialUpdate(
+            *(self.model, self.optimizer, self.mesh, len(experience), make, self.accumulate),
+            fake=self.fake_model(),
+            balanced=self.options.aux_loss_coef > 0,
+            bf16=self.options.bf16 or self.options.load_in_4bit,
+        )
+        with memory_guard():
+            result, seconds = trial.run(name)
+        return {"result": result and dataclasses.asdict(result), "seconds": seconds}
+
+    def keep_state(self, *, name: str) -> None:
+        """Copy the state for `differing_state`."""
+        self._kept_states[name] = HostTensors(self.tensors())
+
+    def differing_state(self, *, name: str = "", folder: Path | None = None) -> list[str]:
+        """Names of the tensors that are not as they were kept, or as the checkpoint in this folder has them."""
+        saved = self._kept_states.pop(name) if folder is None else ShardedTensors(folder)
+        return saved.differing(self.tensors())
+
+    def fake_model(self) -> Callable[[], PackedModel] | None:
+        """Makes the model without weights, if all that it trains is trained here."""
+        return None
 
     def gather_gradients(self) -> None:
         """Hook for parameters outside a sharded model, which reduces its gradients in the last backward pass."""
@@ -201,12 +255,32 @@ class PolicyTrainer(Trainer):
             "weights": self.origin.weights,
             "notes": list(self.origin.notes),
             "path": self.model.path,
+            "not_exact": self.model.not_exact,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "trainable": names_fingerprint(self.optimizer.working),
             "trainable_parameters": self.trained_parameters(),
             "stop_token_ids": stop_tokens(self.model, self.tokenizer),
             "device": self.device.described(),
         }
+
+    def fake_model(self) -> Callable[[], PackedModel] | None:
+        return None if self.options.lora_rank else partial(fake_policy, self.options)
+
+    def shift_weights(self) -> None:
+        """Change some weights until `unshift_weights`: all B of adapters, or the small tensors, 1/8 of all weights."""
+        masters = self.optimizer.masters
+        sizes = dict(sorted(((name, master.numel()) for name, master in masters.items()), key=lambda found: found[1]))
+        chosen = [name for name in masters if ADAPTER_B.search(name)] or in_chunks(sizes)[0]
+        self._unshifted = {name: local(masters[name]).detach().clone() for name in chosen}
+        shift_tensors(self.optimizer, {name: masters[name] for name in chosen}, SHIFT)
+        reshard_model(self.model)
+
+    def unshift_weights(self) -> None:
+        for name, before in self._unshifted.items():
+            for tensors in (self.optimizer.masters, self.optimizer.working):
+                local(tensors[name]).detach().copy_(before)
+        self._unshifted = {}
+        reshard_model(self.model)
 
     def scores(self) -> list[AtWork]:
         own = super().scores()
@@ -221,6 +295,7 @@ class PolicyTrainer(Trainer):
         return policy_loss_term(self.model, batch, totals, self.options, teacher_head=self.teacher_head, **settings)
 
     def update(self, slices: Sequence[Slice], **settings: Any) -> dict[str, float]:
+        self.check_routes(slices)
         report = super().update(slices, **settings)
         if self.average is not None and report["applied"]:
             self.average.update()
@@ -238,6 +313,13 @@ class PolicyTrainer(Trainer):
         """Save the model; with --enable_ema, its averaged weights."""
         with contextlib.nullcontext() if self.average is None else self.average.in_place():
             super().write_model(folder)
+
+    def try_export(self, *, folder: Path, ids: list[int]) -> dict[str, Any]:
+        """Save the model, and compare it with what plain transformers reads."""
+        batch = TokenBatch.of([(np.array(ids), np.ones(len(ids), dtype=bool))]).to(self.device.torch)
+        with contextlib.nullcontext() if self.average is None else self.average.in_place():
+            super().write_model(folder)
+            return dataclasses.asdict(check_export(folder, self.options.pretrain, self.model, batch, self.mesh))
 
     def show_average(self) -> None:
         """Replace the model's weights by their average until `hide_average`."""
@@ -268,7 +350,13 @@ class PolicyTrainer(Trainer):
         if self.sender is not None:
             self.sender.close()
 
+    def check_routes(self, slices: Sequence[Slice]) -> None:
+        for part in slices:
+            if part.routes_TLK is not None:
+                check_routes(self.model, part.routes_TLK)
+
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
+        self.check_routes(slices)
         device, temperature = self.device.torch, self.options.temperature
         with memory_guard(), scoring(self.model):
             found = [self.model(b.to(device), temperature=temperature).log_probs_N for b in batches_of(slices)]

@@ -12,6 +12,7 @@ on the same tokens:
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ class WeightSync:
         """`check`: for engines that hold a copy of the weights."""
         self.options, self.roles, self.source, self.check = options, roles, source, check
         self.version = 0  # version of the engines' weights: the number of iterations done
+        self.seconds = 0.0  # of the last sync, or of the first comparison
         self.replaced = 0  # engines replaced so far; --max_restarts bounds it
 
     def connect(self) -> None:
@@ -59,8 +61,10 @@ class WeightSync:
         Called again after an engine was replaced."""
         if self.options.engines_apart:
             self._open_links()
+        began = time.monotonic()
         if self.check is not None:
             self.check.measure_start()
+        self.seconds = time.monotonic() - began
 
     def use(self, roles: Roles) -> None:
         """Continue with rebuilt roles."""
@@ -71,12 +75,13 @@ class WeightSync:
 
     def sync(self, version: int) -> None:
         """Update the engines to the policy's current weights, as `version`. RunFailed: their log-probs do not agree."""
-        self.version = version
+        self.version, began = version, time.monotonic()
         with self.source.paused():
             try:
                 self._sync()
             except EngineLost as lost:
                 self.replace_engine(lost)
+        self.seconds = time.monotonic() - began
 
     @contextmanager
     def averaged(self, sync: Callable[[], None]) -> Iterator[None]:
@@ -205,6 +210,7 @@ class SampleCheck:
         self.options, self.batcher = options, batcher
         self.is_due = self.is_exact = engine_exact and not options.replay  # a recording may come from other weights
         self.is_bitwise = self.is_exact and options.bf16
+        self._differing = 0  # of the first samples' tokens
 
     def check_samples(self, experience: Experience, actor: Group) -> None:
         """Check the first samples of the run. RunFailed: the engine's log-probs differ from the trainer's."""
@@ -219,29 +225,31 @@ class SampleCheck:
         if few.fresh_N is not None:
             gap_N = gap_N[few.fresh_N > 0]
         if len(gap_N):
-            self._warn(int((gap_N > 0).sum()), f"of {len(gap_N):,} tokens, which were not trained on,")
+            self._differing = int((gap_N > 0).sum())
             self._check(float(gap_N.mean()), SAMPLES_LIMIT, f"{len(gap_N):,} tokens, which were not trained on,")
+
+    def add_alarm(self, row: dict[str, Any]) -> None:
+        """An alarm in the row of an iteration if log-probs that should be the same bits are not."""
+        comparable = self.options.updates_per_iteration == 1 and not self.options.outlives_updates
+        gap = row.get("log_prob_gap", 0.0) if comparable else 0.0
+        if self.is_bitwise and (gap > 0 or self._differing):
+            row["alarms"] = [
+                *row.get("alarms", []),
+                f"sampled log-probs are not the trainer's bit for bit (--exact), {gap:.2g} nats off on average, and "
+                f"{self._differing} tokens of the first samples: please report this",
+            ]
 
     def check_row(self, row: dict[str, Any]) -> None:
         """Check the gap in the row of an iteration. With dropout the update's log-probs are not comparable."""
         if self.is_exact and not (self.options.keep_dropout or self.options.lora_dropout):
             gap = row.get("log_prob_gap_fresh" if "age" in row else "log_prob_gap", 0.0)
-            if self.options.updates_per_iteration == 1 and not self.options.outlives_updates:
-                self._warn(gap, f"of the tokens of iteration {row['step']}")
             self._check(gap, MUCH_GAP, f"the tokens of iteration {row['step']}")
-
-    def _warn(self, gap: float, tokens: str) -> None:
-        if self.is_bitwise and gap > 0:
-            logger.warning(
-                "sampled log-probs %s are not the trainer's bit for bit (--exact): please report this", tokens
-            )
-            self.is_bitwise = False  # said once
 
     def _check(self, gap: float, limit: float, tokens: str) -> None:
         if gap > limit:
             raise RunFailed(
                 f"the built-in engine does not sample from the policy that is trained: its log-probs of {tokens} "
-                f"differ from the trainer's by {gap:.2g} nats on average, and in fp32 {limit:g} is the limit; most "
+                f"differ from the trainer's by {gap:.2g} nats on average, and {limit:g} is the limit; most "
                 "likely the engine does not compute this model's attention as the model does: use --rollout_engine "
                 "vllm or another model, and report this"
             )

@@ -145,6 +145,7 @@ class TailRoles(Roles):
 
 class TailRun(RLRun):
     iteration_class = TailIteration
+    proves_updates = False
     options: TailOptions
     roles: TailRoles
     files: TailFiles

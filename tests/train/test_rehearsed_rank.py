@@ -1,0 +1,123 @@
+"""--rehearse N: one process plays a rank of N, and takes what a process of a real run takes."""
+
+from unittest.mock import Mock
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks import plan_layouts
+from tests.command import run
+from trimtab.plan import planner, workload
+from trimtab.train.supervised_tasks import SFTTask
+
+TINY = plan_layouts.SHAPE | plan_layouts.TINY
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    plan_layouts.make_folder(place, TINY)
+    return place
+
+
+def parameters(folder) -> int:
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return sum(p.numel() for p in model.parameters())
+
+
+def rows(said: str, heading: str) -> dict[str, float]:
+    """The figures below a heading, by name."""
+    block = said.partition(f"{heading}\n")[2].partition("\n\n")[0]
+    return {line[:48].strip(): float(line[48:57]) for line in block.splitlines() if line.startswith("  ")}
+
+
+def test_zero_3_gathers_weights_twice_a_pass_and_scatters_gradients_once_a_step(folder, capsys):
+    words = "--max_len 32 --train_batch_size 16 --micro_train_batch_size 2 --zero_stage 3 --rehearse 4"
+    said = run(capsys, f"sft --pretrain {folder} {words}").said
+    sent, size = rows(said, "GB a step by collective"), 4 * parameters(folder) / 1e9
+    passes = 16 / 4 / 2
+    assert sent["all-gather over 4 processes, stride 1"] == pytest.approx(passes * 2 * size, rel=0.01)
+    assert sent["reduce-scatter over 4 processes, stride 1"] == pytest.approx(size, rel=0.01)
+    assert {"load", "forward", "backward", "optimizer", "export", "peak"} == rows(said, "phase, GiB").keys()
+    assert "rank 0 of 4 (parameters 4, --zero_stage 3)" in said and "\nfits: " in said
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "verb, words",
+    [
+        ("dpo", "--max_len 32 --rehearse 4 --ring_attn_size 2 --zero_stage 3"),
+        ("rm", "--max_len 32 --rehearse 4 --shard_size 2"),
+        ("kto", "--max_len 32 --rehearse 2 --zero_stage 3"),
+        ("prm", "--max_len 64 --rehearse 2 --ds_tensor_parallel_size 2 --placeholder_token <pad>"),
+        ("sft", "--max_len 32 --rehearse 8 --zero_stage 3 --zpg 2 --lora_rank 4"),
+        ("ppo", "--rehearse 4 --ds_tensor_parallel_size 2 --rehearse_rank 3 --reward_pretrain 8B"),
+        ("ppo", "--rehearse 4 --critic_num_gpus_per_node 2 --rehearse_rank 1"),
+        ("grpo", "--rehearse 2 --zero_stage 3 --ref_reward_offload --n_samples_per_prompt 2"),
+    ],
+)
+def test_a_model_given_by_its_size_is_rehearsed_without_weights_and_data(verb, words, capsys, monkeypatch):
+    monkeypatch.setitem(workload._LLAMAS, "8B", (64, 128, 2, 4, 2, 512))
+    more = "--prompt_max_len 16 --generate_max_len 16 --rollout_batch_size 4" if verb in ("ppo", "grpo") else ""
+    said = run(capsys, f"{verb} --pretrain 8B --train_batch_size 8 {more} {words}").said
+    assert said.startswith(f"{verb} of 8B, rank ")
+    phases = rows(said, "phase, GiB")
+    assert ("scoring" in phases) == (verb in ("dpo", "kto", "ppo", "grpo"))
+    assert ("rollout" in phases) == bool(more)
+    assert {"forward", "backward", "optimizer"} <= rows(said, "arithmetic a step").keys()
+
+
+@pytest.mark.parametrize(
+    "words, mistake",
+    [
+        ("sft --rehearse 4 --ds_tensor_parallel_size 3", "4 processes cannot be shared out so"),
+        ("sft --rehearse 6 --ds_tensor_parallel_size 3", "--ds_tensor_parallel_size 3: --pretrain"),
+        ("sft --rehearse 4 --rehearse_rank 4", "--rehearse_rank 4: the ranks are 0 to 3"),
+        ("sft --rehearse 4 --nproc 2", "--nproc 2 and --rehearse 4: leave --nproc out"),
+        ("sft --rehearse 0", "--rehearse is 0: it must be above 0"),
+        ("grpo --rehearse 4 --ray", "without --ray"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_one_line(words, mistake, capsys, monkeypatch):
+    monkeypatch.setitem(workload._LLAMAS, "8B", (64, 128, 2, 4, 2, 512))
+    verb, _, rest = words.partition(" ")
+    found = run(capsys, f"{verb} --pretrain 8B {rest}")
+    assert mistake in found.mistake
+
+
+def test_folders_of_the_run_are_left_alone(folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("mine")
+    words = f"--max_len 16 --train_batch_size 4 --micro_train_batch_size 2 --save_path {out} --ckpt_path {out}/ck"
+    assert "\nfits: " in run(capsys, f"sft --pretrain {folder} {words} --rehearse 2").said
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "config.json"]
+    assert (out / "config.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("where", ["at the end", "in a pass"])
+def test_too_little_memory_is_one_line_with_flags_that_help(where, folder, capsys, monkeypatch):
+    monkeypatch.setattr("trimtab.plan.hardware.total_memory", lambda _: 2**20)
+    if where == "in a pass":
+        message = "CUDA out of memory. Tried to allocate 2 GiB"
+        monkeypatch.setattr(SFTTask, "loss", Mock(side_effect=torch.OutOfMemoryError(message)))
+    monkeypatch.setattr(planner, "flag_changes", lambda *_, **__: [{"lora_rank": 16}])
+    found = run(capsys, f"sft --pretrain {folder} --max_len 32 --train_batch_size 8 --rehearse 2")
+    assert ("\npeak memory by phase, GiB" in found.out) == (where == "at the end")
+    assert found.mistake.startswith("does not fit: ") and "more processes" in found.mistake
+    assert ("out of memory in the forward phase" in found.mistake) == (where == "in a pass")
+
+
+# ---- against real runs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, verb, processes, words", plan_layouts.TABLE)
+def test_the_played_rank_takes_the_memory_of_the_worst_real_process(name, verb, processes, words, tmp_path):
+    plan_layouts.make_folder(tmp_path, plan_layouts.SMALL)
+    plan_layouts.write_data(tmp_path)
+    played, planned, _ = plan_layouts.rehearsed(verb, tmp_path, words, processes)
+    measured = max(plan_layouts.measured(verb, tmp_path, words, processes))
+    assert played == pytest.approx(measured, rel=0.05)
+    assert planned == pytest.approx(played, rel=0.15)
