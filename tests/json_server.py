@@ -9,7 +9,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def answering(answer: Callable[..., Any], with_request: bool = False) -> Iterator[str]:
+def answering(answer: Callable[..., Any], with_request: bool = False, headers: Any = ()) -> Iterator[str]:
     """The server's address. An answer that gets the request too, its path and headers, gives a status and an object, or
     the bytes of a reply. The body of a GET is None."""
 
@@ -25,7 +25,8 @@ def answering(answer: Callable[..., Any], with_request: bool = False) -> Iterato
             content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
+            for name, value in [("Content-Length", str(len(content))), *headers]:
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(content)
 

@@ -77,6 +77,15 @@ def test_distillation_is_measured_small(script, capsys):
 
 
 @pytest.mark.long
+def test_families_are_measured_small(script, capsys):
+    families = ["qwen3_5_text", "gpt_oss", "qwen3_moe", "deepseek_v2"]
+    script("families").main(["--tiny", *families, "--lengths", "128"])
+    rows = rows_of(capsys)
+    assert [row["work"].split()[0] for row in rows] == ["GRPO", "rollout", "errors", "row"] * 4
+    assert [row["state_bytes"] > 0 for row in rows if "state_bytes" in row] == [True, False, False, False]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ppo", "gcg"])
 def test_a_script_whose_peer_is_no_part_of_the_environment_runs_small(name, script, capsys):
     script(name).main(["--tiny", "--peer", "no"])

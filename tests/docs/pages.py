@@ -16,7 +16,7 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 COMMAND = re.compile(
-    r"^(\$ )?(trimtab [\w-]+(?= |$)|(python3?|torchrun|deepspeed|make|pip|ray|\.|source|export) )", re.MULTILINE
+    r"^(\$ )?(trimtab [\w-]+(?= |$)|(printf|python3?|torchrun|deepspeed|make|pip|ray|\.|source|export) )", re.MULTILINE
 )
 
 

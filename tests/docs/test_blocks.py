@@ -22,7 +22,7 @@ RUN_BY = {
         ["sft", "reward_model", "process_reward", "dpo", "kto", "rewards", "generate", "rl", "plan"],
         "tests/embedded/test_docs_commands.py",
     ),
-    **dict.fromkeys(["distillation", "serve", "rollout"], "tests/embedded/test_docs_commands.py"),
+    **dict.fromkeys(["distillation", "serve", "rollout", "check"], "tests/embedded/test_docs_commands.py"),
     **dict.fromkeys(["from_trl", "from_openrlhf", "from_verl", "from_prime_rl"], "tests/docs/test_coming_from.py"),
     "agents": "tests/embedded/test_docs_agents.py",
     "compare": "tests/cli/test_compare.py",

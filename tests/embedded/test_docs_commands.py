@@ -2,17 +2,21 @@
 
 import re
 import shutil
+import subprocess
+from contextlib import nullcontext
 
 import pytest
 
 from tests.config.every_job import EVERY_JOB
 from tests.docs.pages import DOCS, blocks, commands
+from tests.hub_standin import hub_standin
+from tests.rewards.judging import judging
 from trimtab.cli.main import main
 from trimtab.config.option import find
 
 FEW = ["--max_samples", "72"]  # two steps at the pages' batch size, the second a small one
 EXTRA = {verb: [*FEW, "--eval_max_samples", "72"] for verb in ("sft", "rm", "prm", "dpo", "kto", "kd")}
-EXTRA |= {"generate": FEW}
+EXTRA |= {"generate": FEW, "check": FEW}
 TWO_ITERATIONS = ["--max_samples", "40", "--eval_max_samples", "40"]
 EXTRA |= {verb: TWO_ITERATIONS for verb in ("ppo", "grpo", "reinforce", "rloo")}
 EXTRA |= {verb: ["--dry_run"] for verb in ("serve", "serve-rm")}  # else they would serve for ever; others talk to them
@@ -21,20 +25,24 @@ OF_PLAN = ("on", "device_memory", "nodes", "gpus", "network")  # its own words
 OF_WATCH = ("page",)
 OF_PUSH = ("public",)
 OF_OTHERS = ("devices", "logdir", "host", "nproc_per_node")  # Paddle's launcher, VisualDL, torchrun
-OF_OTHERS += ("model_args", "tasks")  # lm-evaluation-harness
+OF_OTHERS += ("model_args", "tasks", "table")  # lm-evaluation-harness, benchmarks/plan_layouts.py
 LEFT_BY = {  # page: what its commands must have made
     "sft": ["my-adapter/adapter_config.json", "my-model/report.html"],
     "reward_model": ["my-reward-model/rewards.json", "my-merged-reward-model/config.json"],
     "process_reward": ["my-judge/model.safetensors", "my-judge-adapter/adapter_config.json"],
     "dpo": ["my-dpo/model.safetensors", "my-merged-dpo/model.safetensors", "my-simpo/report.html"],
     "kto": ["my-kto/model.safetensors", "my-kto-adapter/adapter_config.json"],
-    "rewards": ["my-reward-model/rewards.json", "my-judge/model.safetensors"],
+    "rewards": [
+        *("my-reward-model/rewards.json", "my-judge/model.safetensors"),
+        *("my-programmer/metrics.jsonl", "judged/judge.jsonl"),
+    ],
     "generate": ["answers.jsonl", "best.jsonl", "my-better-model/report.html", "my-first-round/model.safetensors"],
     "rl": [
         *("my-ppo/report.html", "my-rloo/adapter_config.json", "my-grpo/comparison.html"),
         "my-resumable-grpo/report.html",
     ],
     "plan": ["my-planned-model/report.html"],
+    "check": [],
     "distillation": [
         *("my-student/model.safetensors", "my-third-student/metrics.jsonl"),
         *("my-on-policy-student/report.html", "my-self-taught/report.html"),
@@ -63,10 +71,21 @@ def folder(quickstarted, tmp_path, monkeypatch):
 
 @pytest.mark.short(4)
 @pytest.mark.parametrize("page", [*LEFT_BY, "serve"])
-def test_every_command_of_a_page_runs(folder, page, capsys):
+def test_every_command_of_a_page_runs(folder, page, capsys, monkeypatch):
+    with judging() as judge, hub_standin(monkeypatch) if page == "sft" else nullcontext():
+        run_page(folder, page, capsys, {"http://127.0.0.1:8000/v1": judge.url})
+
+
+def run_page(folder, page, capsys, standins):
+    """`standins`: addresses in place of those of servers, which would run for ever."""
     (first, *others) = commands(page)
     assert first == ["trimtab", "quickstart"] and len(others) >= 2
     for program, verb, *rest in others:
+        rest = [standins.get(word, word) for word in rest]
+        if program == "printf":
+            *rest, _, name = rest
+            (folder / name).write_bytes(subprocess.run([program, verb, *rest], capture_output=True, check=True).stdout)
+            continue
         assert program == "trimtab"
         assert main([verb, *rest, *EXTRA.get(verb, [])]) == 0, (verb, rest, capsys.readouterr().err)
     for name in LEFT_BY.get(page, ()):

@@ -49,7 +49,7 @@ class ScriptedSession:
 
 
 class ScriptedEngine:
-    exact, version, context = True, 0, 4096
+    exact, batch_invariant, version, context = True, False, 0, 4096
 
     def __init__(self, tokenizer, say: Callable[[str], str]):
         """`say`: the answer to a text."""

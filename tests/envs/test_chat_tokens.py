@@ -4,7 +4,6 @@ import pytest
 
 from tests.data.templates import CHATML, GEMMA, INLINE_TOOLS, LLAMA3, MISTRAL, QWEN3, THINKING_PROMPT, TWO_ENDS, WORDS
 from tests.envs.chat_templates import ADD, tokenizer_of
-from trimtab.data.chat_template import TEMPLATE_DAY
 from trimtab.envs.chat_tokens import ChatAppender, TextAppender, tokens_after
 from trimtab.errors import UserError
 
@@ -21,9 +20,7 @@ LENGTH_OF_ALL = CHATML.replace("+ m.role +", "+ m.role + (messages | length) | s
 
 
 def rendered(tokenizer, messages, tools=None):
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True, strftime_now=TEMPLATE_DAY.strftime
-    )
+    return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, GEMMA, TWO_ENDS])
