@@ -48,7 +48,7 @@ from trimtab.train.rl.async_worker import GroupScorer
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.micro_batches import MicroBatcher, batches_of, mini_batches, totals_of, with_advantage
 from trimtab.train.rl.rollout_files import Spans
-from trimtab.train.rl.rollout_worker import SampleScorer
+from trimtab.train.rl.rollout_worker import RewardClock, SampleScorer
 from trimtab.train.rl.state import Counters, Iteration, row_of
 from trimtab.train.rl.token_advantages import compute_advantages
 
@@ -91,13 +91,16 @@ class NothingRead:
 class Captured:
     """In the place of captured graphs; the tokens that their steps leave behind were drawn before."""
 
-    possible, prefills = True, NothingRead()
+    possible, prefills, state_bytes = True, NothingRead(), 0
 
-    def __init__(self, policy: Policy, max_num_seqs: int, *, possible: bool):
+    def __init__(self, policy: Policy, max_num_seqs: int, *, possible: bool, recurrent: bool):
         self.policy, self.max_num_seqs = policy, max_num_seqs
         self.decodes: DecodeGraphs | None = None
 
-    def follow(self, cache: object, *, fused: bool) -> None: ...
+    def follow(self, cache: object, *, fused: bool, state_rows: int) -> None: ...
+
+    def state_rows(self, samples: int) -> int:
+        return 0
 
     def decode_graphs(self, cache, sampling: SamplingParams, longest: int) -> DecodeGraphs:
         if self.decodes is None:
@@ -191,7 +194,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     with clock.part("engine"):
         rollouts = list(engine.stream(ids, sampling, seeds=questions.seeds))
     rollouts.sort(key=lambda rollout: (rollout.prompt, rollout.sample))
-    several = SampleScorer([(Reward(), 1.0)], questions, tokenizer)
+    several = SampleScorer([(Reward(), 1.0)], questions, tokenizer, RewardClock())
     several(rollouts[:1])  # learns the tokenizer's words, once in a run
     with clock.part("texts for a reward"):
         several(rollouts)
@@ -221,7 +224,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
 
 def one_by_one(rollouts: list[Trajectory], questions: PromptBatch, size: int, tokenizer) -> None:
-    judging, kept = GroupScorer([], tokenizer, Spans()), []
+    judging, kept = GroupScorer([], tokenizer, Spans(), RewardClock()), []
     for place in range(len(questions.rows)):
         own = rollouts[place * size : (place + 1) * size]
         alone = [dataclasses.replace(rollout, prompt=0) for rollout in own]

@@ -1,14 +1,15 @@
 """On-policy distillation on one accelerator: held-out accuracy and peak memory at equal seconds, in one run.
 
 Ours over the whole vocabulary (--teacher_divergence reverse_kl), ours with the sampled token as reward, and TRL's
-DistillationTrainer (beta 1: reverse KL), all on the student's own answers with the same prompts, batch, answer length,
-temperature 1 and learning rate. Seconds are of training; evaluation (greedy, held-out prompts) is not counted. The
-accuracy of each is that of its last evaluation within the seconds that all have reached.
+DistillationTrainer (beta 1: reverse KL), all on the student's own answers with the same prompts, batch, rows of a pass,
+answer length, temperature 1 and learning rate. Weights that learn are fp32 in all: 2e-5 vanishes in bf16. Seconds are
+of training; evaluation (greedy, held-out prompts) is not counted. The accuracy of each is that of its last evaluation
+within the seconds that all have reached; TRL, which is last, is stopped where the slower of ours ended.
 
 By default teacher and student are Llamas of SmolLM2-135M's shape on the sort task of `trimtab quickstart`: the teacher
 after --teacher_rows rows of SFT, the student after --student_rows. With --teacher and --student they are the models of
-these folders, with --prompts and --test as rows of `input` (text or messages) and `label`; an answer is right if it is
-the label.
+these folders, with --prompts and --test as rows of `input` (text or messages) and `label`; an answer is right if it
+ends in the words of the label.
 
     python benchmarks/h200/distill.py [--shape 360M] [--iterations 60] [--peer no]
 """
@@ -28,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 SCORE = """
 def reward_func(queries, prompts, labels):
     answers = [query[len(prompt) :] for query, prompt in zip(queries, prompts)]
-    right = [float(answer.strip() == str(label).strip()) for answer, label in zip(answers, labels)]
+    right = [float(answer.split()[-len(label.split()) :] == label.split()) for answer, label in zip(answers, labels)]
     return {"rewards": [0.0] * len(right), "scores": right}
 """
 KINDS = {"whole vocabulary": "--teacher_divergence reverse_kl", "sampled token": "--gamma 0"}
@@ -43,6 +44,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--teacher_rows", type=int, default=19_200)
     parser.add_argument("--student_rows", type=int, default=3_200)
     parser.add_argument("--batch", type=int, default=256, help="prompts of an iteration, one answer each")
+    parser.add_argument("--rows", type=int, default=64, help="answers of a pass")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--every", type=int, default=5, help="iterations between evaluations")
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer at the most")
@@ -105,8 +107,8 @@ class Task:
             with torch.no_grad():
                 out = model.generate(**batch, max_new_tokens=self.arguments.answer, do_sample=False)
             answers = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-            labels = [row["label"] for row in rows[begin : begin + 128]]
-            right += sum(answer.strip() == label.strip() for answer, label in zip(answers, labels))
+            labels = [row["label"].split() for row in rows[begin : begin + 128]]
+            right += sum(answer.split()[-len(label) :] == label for answer, label in zip(answers, labels))
         return right / len(rows)
 
 
@@ -124,6 +126,7 @@ def run_ours(task: Task, kind: str, variant: str) -> tuple[Curve, float]:
         f"--eval_dataset {task.test} --label_key label --reward_func {task.bench.folder}/score.py --eval_temperature 0 "
         f"--eval_n_samples_per_prompt 1 --eval_steps {given.every} {'--apply_chat_template' * chat} "
         f"--rollout_batch_size {given.batch} --train_batch_size {given.batch} --n_samples_per_prompt 1 "
+        f"--micro_train_batch_size {min(given.rows, given.batch)} --micro_rollout_batch_size {given.rows} "
         f"--generate_max_len {given.answer} --init_kl_coef 0 --actor_learning_rate {given.rate} --lr_warmup_ratio 0 "
         f"--lr_scheduler constant --max_steps {given.iterations} --save_steps -1",
         variant,
@@ -137,10 +140,10 @@ def run_ours(task: Task, kind: str, variant: str) -> tuple[Curve, float]:
 
 
 class EvaluationClock(TrainerCallback):
-    """Seconds of a peer's training, without those of evaluation."""
+    """Seconds of a peer's training, without those of evaluation; it ends after `limit` of them."""
 
-    def __init__(self, task: Task, tokenizer):
-        self.task, self.tokenizer, self.seconds = task, tokenizer, 0.0
+    def __init__(self, task: Task, tokenizer, limit: float):
+        self.task, self.tokenizer, self.seconds, self.limit = task, tokenizer, 0.0, limit
         self.curve: Curve = []
 
     def on_train_begin(self, args, state, control, model=None, **_):
@@ -149,7 +152,8 @@ class EvaluationClock(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **_):
         synchronize(self.task.bench.device)
         self.seconds += time.monotonic() - self.began
-        if state.global_step % self.task.arguments.every == 0:
+        control.should_training_stop |= self.seconds > self.limit
+        if state.global_step % self.task.arguments.every == 0 or control.should_training_stop:
             self.measure(model)
         self.began = time.monotonic()
 
@@ -160,17 +164,17 @@ class EvaluationClock(TrainerCallback):
         self.began = time.monotonic()
 
 
-def run_trl(task: Task) -> tuple[Curve, float]:
+def run_trl(task: Task, limit: float) -> tuple[Curve, float]:
     from datasets import Dataset
     from trl import DistillationConfig, DistillationTrainer
 
     bench, given = task.bench, task.arguments
-    dtype = torch.float32 if bench.tiny else torch.bfloat16
+    teacher_dtype = torch.float32 if bench.tiny else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(task.student, padding_side="left")
-    clock, a_pass = EvaluationClock(task, tokenizer), min(64, given.batch)
+    clock, a_pass = EvaluationClock(task, tokenizer, limit), min(given.rows, given.batch)
     trainer = DistillationTrainer(
-        AutoModelForCausalLM.from_pretrained(task.student, dtype=dtype),
-        teacher_model=AutoModelForCausalLM.from_pretrained(task.teacher, dtype=dtype),
+        AutoModelForCausalLM.from_pretrained(task.student, dtype=torch.float32),
+        teacher_model=AutoModelForCausalLM.from_pretrained(task.teacher, dtype=teacher_dtype),
         args=DistillationConfig(
             tempfile.mkdtemp(dir=bench.folder), per_device_train_batch_size=a_pass, beta=1.0, temperature=1.0,
             gradient_accumulation_steps=given.batch // a_pass, max_completion_length=given.answer,
@@ -203,6 +207,8 @@ def main(argv: list[str] | None = None) -> None:
         with bench.attempt(name):
             if bench.device.type != "cpu":
                 torch.accelerator.reset_peak_memory_stats(bench.device)
+            if work is run_trl:
+                how = [max((curve[-1][0] for curve, _ in found.values()), default=float("inf"))]
             found[name] = work(task, *how)
             curve = ", ".join(f"{seconds:.0f} s {accuracy:.1%}" for seconds, accuracy in found[name][0])
             bench.say(f"{name}: {curve}; {found[name][1]:.2f} GiB")

@@ -9,6 +9,8 @@ first round's in more. The gap of the model's own modules is what training has w
 A case gradients:SHAPE gives the relative error of gradients in bf16 against fp32, by kind of weights, of fused layers
 and of the model's own modules.
 
+A case vllm:SHAPE:ROWS lets vLLM sample with the same weights, and compares its log-probs with the trainer's.
+
     python benchmarks/h200/exact.py 360M:512:1000000 1.7B:256:1000000 qwen3:256:1000000 [--lora 16]
 """
 
@@ -18,17 +20,9 @@ import copy
 
 import numpy as np
 import torch
-from rollouts import policy_of
+from rollouts import policy_of, start_vllm
 from runs import Bench
-from shapes import SHAPES, TINY, make_model
-from transformers import (
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from shapes import FAMILIES, SHAPES, TINY, make_family, make_model
 
 from trimtab.data.batches import TokenBatch
 from trimtab.models.compile import fuse_layers
@@ -41,16 +35,6 @@ from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
 
 SAMPLES, LONGEST_PROMPT, LONGEST_ANSWER = 8, 400, 512
-QWEN = {
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
-              "num_key_value_heads": 2, "intermediate_size": 4864}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-              "num_key_value_heads": 8, "intermediate_size": 3072, "head_dim": 128}),
-    # 30B-A3B has 48 layers
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"hidden_size": 2048, "num_hidden_layers": 12,
-                  "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-                  "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}),
-}  # fmt: skip
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -63,14 +47,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def model_of(name: str, device: torch.device) -> torch.nn.Module:
-    if name in QWEN:
-        kind, config, sizes = QWEN[name]
-        torch.manual_seed(0)
-        with device:
-            config = config(**sizes, vocab_size=151_936, tie_word_embeddings=True)
-            model = kind._from_config(config, dtype=torch.bfloat16)
-    else:
-        model = make_model(SHAPES.get(name, TINY), device)
+    model = make_family(name, device) if name in FAMILIES else make_model(SHAPES.get(name, TINY), device)
     with torch.no_grad():
         for weight in model.parameters():  # sharper than at initialisation
             weight.mul_(1.5) if weight.ndim > 1 else weight.add_(0.1 * torch.randn_like(weight))
@@ -141,6 +118,43 @@ def measure(bench: Bench, words: str) -> None:
     bench.row(work=f"exact {words}", who="trimtab", **counts, prefilled=prefilled, gap_of_modules=gap)
 
 
+def measure_vllm(bench: Bench, words: str) -> None:
+    """The gap of vLLM's log-probs to those of the trainer's fused layers and of the model's own modules."""
+    from vllm import SamplingParams as Asked
+
+    name, rows = words.split(":")
+    rng, folder, model = (
+        np.random.default_rng(bench.arguments.seed),
+        bench.folder / "vllm",
+        model_of(name, bench.device),
+    )
+    most = (LONGEST_PROMPT, LONGEST_ANSWER) if not bench.tiny else (20, 10)
+    lengths = rng.integers(1, most[0] + 1, max(1, int(rows) // SAMPLES)).tolist()
+    prompts = [rng.integers(3, model.config.vocab_size, length).tolist() for length in lengths]
+    (model.float() if bench.tiny else model).save_pretrained(folder)
+    engine, _ = start_vllm(bench, folder, [int(rows)], share=0.4)
+    how = {"ignore_eos": True, "logprobs": 0, "detokenize": False, "temperature": bench.arguments.temperature}
+    asked = Asked(n=SAMPLES, max_tokens=most[1], seed=0, **how)
+    answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+    rollouts, sampled = [], []
+    for number, answer in enumerate(answers):
+        for sample, out in enumerate(answer.outputs):
+            own = [found[token].logprob for found, token in zip(out.logprobs, out.token_ids)]
+            rollouts.append(Trajectory(number, sample, prompts[number], list(out.token_ids), own, "length"))
+            sampled += own
+    del engine
+    bench.release()
+    policy = policy_of(model, bench, 0).eval()
+    figures = {}
+    for kind, compiled in (("trainer", policy.attention.compiled), ("modules", False)):
+        policy.attention.compiled = compiled
+        gap = log_probs(policy, rollouts, list(range(len(rollouts))), 48, asked.temperature, True) - torch.tensor(
+            sampled
+        )
+        figures |= {f"gap_to_{kind}": float(gap.abs().mean()), f"differ_from_{kind}": int((gap != 0).sum())}
+    bench.row(work=f"exact vllm {words}", who="vLLM", tokens=len(sampled), **figures)
+
+
 def measure_gradients(bench: Bench, name: str) -> None:
     rng, found, chosen = np.random.default_rng(0), {}, []
     model = model_of(name, bench.device)
@@ -172,8 +186,9 @@ def main(argv: list[str] | None = None) -> None:
     bench = Bench(__doc__, argv, options=options)
     for words in bench.arguments.cases:
         with bench.attempt(words):
-            if words.startswith("gradients:"):
-                measure_gradients(bench, words.partition(":")[2])
+            kind, _, rest = words.partition(":")
+            if kind in ("gradients", "vllm"):
+                (measure_gradients if kind == "gradients" else measure_vllm)(bench, rest)
             else:
                 measure(bench, words)
 

@@ -12,6 +12,8 @@ import argparse
 import gc
 import os
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +69,7 @@ def policy_of(model: torch.nn.Module, bench: Bench, lora: int) -> Policy:
                     weight.normal_(0, 1e-3)
     policy = Policy(model)
     choose_path(policy)
-    if bench.arguments.exact and (problem := fuse_layers(policy, bench.device)):
+    if bench.arguments.exact and not bench.tiny and (problem := fuse_layers(policy, bench.device)):
         raise UserError(problem)
     return policy
 
@@ -99,8 +101,29 @@ def time_ours(bench: Bench, name: str, model: torch.nn.Module, cases: list[Case]
     return found
 
 
+def start_vllm(bench: Bench, folder: Path, rows: list[int], share: float = 0.85, **more: object) -> tuple[Any, float]:
+    """vLLM in this process, and the seconds it took to start."""
+    from vllm import LLM
+
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as it is in training
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    sizes = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, *rows]}}
+    return timed(
+        lambda: LLM(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32" if bench.tiny else "bfloat16",
+            max_model_len=1024, max_num_seqs=max(rows), gpu_memory_utilization=share, seed=0,
+            **({"enforce_eager": True} if bench.tiny else sizes), **more,
+        ),
+        bench.device,
+    )  # fmt: skip
+
+
+def vllm_is_there(bench: Bench) -> bool:
+    return bench.with_peer and find_spec("vllm") is not None
+
+
 def time_vllm(bench: Bench, name: str, cases: list[Case]) -> dict[str, float]:
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     shape, found = bench.shape(name), {}
     folder = bench.folder / name
@@ -109,14 +132,7 @@ def time_vllm(bench: Bench, name: str, cases: list[Case]) -> dict[str, float]:
     ).save_pretrained(folder)
     bench.release()
     rows = sorted({case.rows for case in cases})
-    engine, built = timed(
-        lambda: LLM(
-            model=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=1024,
-            max_num_seqs=max(rows), gpu_memory_utilization=0.85, seed=0,
-            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, *rows]},
-        ),
-        bench.device,
-    )  # fmt: skip
+    engine, built = start_vllm(bench, folder, rows, load_format="dummy")
     bench.say(f"vLLM {name}: started in {built:.1f} s")
     for case in cases:
         asked = [{"prompt_token_ids": ids} for ids in case.prompts(shape)]
@@ -140,8 +156,6 @@ def time_vllm(bench: Bench, name: str, cases: list[Case]) -> dict[str, float]:
 
 def main(argv: list[str] | None = None) -> None:
     bench = Bench(__doc__, argv, options=options)
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, as it is in training
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for words in bench.arguments.cases:
         name, _, cases = words.partition(":")
         work = [Case(case, bench.tiny) for case in cases.split(",")]
@@ -152,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
                 found["LoRA" if lora else "trimtab"] = time_ours(bench, name, model, work, lora)
         del model
         bench.release()
-        if bench.with_peer and find_spec("vllm") is not None and not bench.tiny:
+        if vllm_is_there(bench) and not bench.tiny:
             with bench.attempt("vLLM"):
                 found["vLLM"] = time_vllm(bench, name, [case for case in work if case.new <= LONG])
         gc.collect()
