@@ -4,7 +4,8 @@ transformers' modules of this kind take a cache with the states of a batch, and 
 packed rows, so here each sequence is a row of a block of similar lengths, padded on the right: what comes later changes
 nothing before it. In the engine a sequence keeps its state between passes (rollout/builtin/state_cache.py).
 
-A module is recognised by its code: its forward updates a convolution's or a recurrent state.
+A module is recognised by its code: its forward updates a convolution's or a recurrent state. Its steps of one token
+run on kernels where the device has them (recurrent_kernels.py).
 """
 
 import inspect
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trimtab.distributed.device import has_kernels
 from trimtab.models.attention import carried
 
 UPDATES = {"update_conv_state", "update_recurrent_state"}
@@ -56,7 +58,12 @@ class RecurrentForward:
         others = {name: value for name, value in (*positional, *named.items()) if not isinstance(value, Tensor)}
 
         def run(hidden_SLD: Tensor, cache: Any) -> Tensor:
-            out = type(module).forward(module, hidden_SLD, **others | {self._cache: cache})
+            forward = type(module).forward
+            if cache is not None and hidden_SLD.shape[1] == 1 and has_kernels(hidden_SLD.device):
+                from trimtab.models.recurrent_kernels import step_forward
+
+                forward = step_forward(forward)
+            out = forward(module, hidden_SLD, **others | {self._cache: cache})
             return out[0] if isinstance(out, tuple) else out
 
         return current.mix(module, run, hidden_states)
