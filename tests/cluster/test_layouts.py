@@ -59,6 +59,15 @@ def test_a_teacher_on_a_device_of_its_own_teaches_what_it_teaches_in_one_process
     assert [number for row in ray for number in row] == pytest.approx([n for row in one for n in row], abs=1e-5)
 
 
+def test_check_on_ray_tries_weights_checkpoint_and_export(cluster, folder, tmp_path):
+    words = arguments(folder, tmp_path / "out", "grpo", "--max_steps 2 --ray --actor_num_gpus_per_node 2")
+    said = warm.output(["check", *words], environment=cluster.environment)
+    for name in ("update", "engine", "reward", "checkpoint", "export"):
+        assert f"check {name}: " in said
+    assert "0 tensors read back otherwise, 0 differ after the next step: passed" in said
+    assert "left out" not in said and "failed" not in said and not (tmp_path / "out").exists()
+
+
 def test_a_judge_scores_the_answers_of_engines(cluster, folder, tmp_path):
     with judging() as judge:
         more = f"--judge {judge.url} --judge_retries 0 --ray --actor_num_gpus_per_node 2"

@@ -10,6 +10,7 @@ from tests.models.test_reward import WITHOUT_CLASSIFIER
 from tests.train.job_run import make_run, rows, weights, write_model, write_rows
 from tests.train.jobs import JOBS, job_words, write_job
 from tests.train.rl import rl_run
+from tests.train.tail import tail_run
 from trimtab.cli.main import main
 from trimtab.config.jobs import SFTOptions
 from trimtab.distributed.random_state import random_state
@@ -17,8 +18,11 @@ from trimtab.embedded.sort_task import make_rows
 from trimtab.errors import UserError
 from trimtab.train import proof, run_directory
 from trimtab.train.proof import CheckResult, Proof, TrialUpdate, check_micro_batches, check_update
+from trimtab.train.rl.loop import RLRun
+from trimtab.train.supervised import SupervisedRun
 from trimtab.train.supervised_proof import prove_supervised, trial_of
 from trimtab.train.supervised_tasks import SFTTask
+from trimtab.train.update import RebuildModels
 
 CLOCK = ("seconds", "tokens_per_second", "memory_gib")
 
@@ -297,6 +301,44 @@ def test_check_in_two_processes_tries_checkpoint_and_export(job, split):
     said = "".join(warm.world_outputs(["check", *job("out", split)], 2))
     assert "0 tensors read back otherwise, 0 differ after the next step: passed" in said
     assert "check export: the saved folder in plain transformers: log-probs differ by" in said
+
+
+@pytest.mark.short(1)
+@pytest.mark.parametrize("split", ["ppo --zero_stage 3", "grpo --zero_stage 2 --lora_rank 4", "repulse --zero_stage 3"])
+def test_the_same_in_rl_with_the_reward(tmp_path, split):
+    task, (method, *more) = rl_run.write_task(tmp_path), split.split()
+    words = tail_run.arguments if method in tail_run.METHODS and method != "ppo" else rl_run.arguments
+    said = "".join(warm.world_outputs(["check", *words(task, task / "out", method), *more], 2))
+    for name in ("reward", "checkpoint", "export"):
+        assert f"check {name}: " in said
+    assert "0 tensors read back otherwise, 0 differ after the next step: passed" in said
+    assert "left out" not in said and "failed" not in said and not (task / "out").exists()
+
+
+@pytest.mark.parametrize("loop", [SupervisedRun, RLRun])
+def test_where_models_must_be_rebuilt_check_ends_and_trains_nothing(job, tmp_path, capsys, loop, monkeypatch):
+    def short(*_):
+        raise RebuildModels
+
+    monkeypatch.setattr(loop, "update", short)
+    task = rl_run.write_task(tmp_path)
+    words = job("out") if loop is SupervisedRun else rl_run.arguments(task, tmp_path / "out", "grpo")
+    assert main(["check", *words]) == 0 and not (tmp_path / "out").exists()
+    assert "left out: checkpoint, export (out of memory)" in capsys.readouterr().out
+
+
+@pytest.mark.short(2)
+@pytest.mark.parametrize("method", ["twist_model", "two_loras", "repulse", "lora", "base_proposal"])
+def test_checks_of_a_tail_run_try_policy_and_proposal_and_leave_no_trace(tmp_path, monkeypatch, capsys, method):
+    task = rl_run.write_task(tmp_path)
+    monkeypatch.setattr(proof, "SECONDS", 600.0)
+    assert main(tail_run.arguments(task, tmp_path / "checked", method)) == 0
+    said = capsys.readouterr().out
+    trained = 1 + (method in ("two_loras", "repulse", "lora"))
+    for name, times in {"update": trained, "micro_batches": trained, "engine": 1, "objective": 0}.items():
+        assert said.count(f"check {name}: ") == times, name
+    assert main(tail_run.arguments(task, tmp_path / "plain", method, "--skip_checks all")) == 0
+    rl_run.assert_identical(rl_run.result(tmp_path / "checked"), rl_run.result(tmp_path / "plain"))
 
 
 def test_both_answers_of_a_pair_need_a_trained_end(tmp_path, monkeypatch, capsys):

@@ -28,7 +28,7 @@ from trimtab.distributed.fsdp import gathered
 from trimtab.models.lm_head import PLAIN, shaped_logits, token_log_probs
 from trimtab.models.load import prepare_training
 from trimtab.models.lora import add_adapters, without_adapters
-from trimtab.models.packed import PackedModel, scoring, switch_off_dropout
+from trimtab.models.packed import PackedModel, backbone_of, scoring, switch_off_dropout
 from trimtab.models.policy import Policy, PolicyOutput
 from trimtab.models.selfcheck import use_attention
 
@@ -191,7 +191,7 @@ class TwistModel(PackedModel):
         super().__init__(policy.model, policy.path)
         self.twist = twist_of(policy, layers=1)
         for parameter in policy.head.parameters():
-            parameter.requires_grad_(any(parameter is p for p in policy.inner.base_model.parameters()))
+            parameter.requires_grad_(any(parameter is p for p in backbone_of(policy.inner).parameters()))
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """log psi of the trained tokens."""
@@ -209,14 +209,17 @@ class PairedModel(nn.Module):
 
     @property
     def base_model(self) -> nn.Module:
+        """Its backbone: it has no head."""
         return self
+
+    model = base_model
 
     def set_attn_implementation(self, name: str) -> None:
         for model in (self.first, self.second):
             model.set_attn_implementation(name)
 
     def forward(self, **inputs: Tensor) -> SimpleNamespace:
-        states = [model.base_model(**inputs).last_hidden_state for model in (self.first, self.second)]
+        states = [backbone_of(model)(**inputs).last_hidden_state for model in (self.first, self.second)]
         return SimpleNamespace(last_hidden_state=torch.cat(states, -1))
 
 

@@ -456,7 +456,8 @@ class SupervisedRun:
             self.task.micro_batch_limit = MicroBatchLimit(**state["pass_limit"])
             self.compiling.decided = state["compiled"]
             self.restore_generators(state["random"])
-        self.mesh.world.say(f"resumed from {path} at step {self.counters.step}")
+        if not self.options.check_only:
+            self.mesh.world.say(f"resumed from {path} at step {self.counters.step}")
         return True
 
     def restore_generators(self, states: list[dict]) -> None:

@@ -290,7 +290,8 @@ class RunFiles:
                 states = random.get(name, {})  # a process without this role before keeps its state
                 role.each("restore_random_state", [states.get(str(stream)) for stream in role.processes.streams])
             tensors = {where: {name: parts.whole(name) for name in parts.names()} for where, parts in held.items()}
-        print(f"resumed from {path} at iteration {state['counters']['iteration']}", flush=True)
+        if not self.options.check_only:
+            print(f"resumed from {path} at iteration {state['counters']['iteration']}", flush=True)
         return tensors, state
 
     # ---- models

@@ -26,7 +26,7 @@ from trimtab.train.rl.rl_proof import prove_rl
 from trimtab.train.rl.roles import LayerCompilation
 from trimtab.train.rl.rollout_client import Evaluation, RolloutClient
 from trimtab.train.rl.source import RolloutSource, Sampled, prepare
-from trimtab.train.rl.state import Counters, Iteration, Roles, row_of, timed
+from trimtab.train.rl.state import Counters, Iteration, Roles, UpdateTrial, row_of, timed
 from trimtab.train.rl.teacher import TeacherPrompts, Teaching
 from trimtab.train.rl.token_advantages import compute_advantages, penalties, trained
 from trimtab.train.rl.weight_sync import LogProbCheck, SampleCheck, WeightSync
@@ -37,7 +37,7 @@ class RLRun:
     """An RL run: one iteration after another, with evaluation, checkpoints and recovery."""
 
     iteration_class = Iteration
-    proves_updates = True  # whether the checks before the first iteration know this run's updates
+    has_objective = True  # whether the checks before the first iteration know its advantages and loss
 
     def __init__(
         self,
@@ -181,6 +181,17 @@ class RLRun:
         settings = {"totals": totals, "step": step, "kl_coefficient": kl_coefficient}
         settings["entropy_coefficient"] = self.counters.applied_entropy(self.options)
         return self.batcher.send(self.roles.actor, "update", parts, **settings)[0]
+
+    def trials(self, few: Experience) -> list[UpdateTrial]:
+        """An update of every trainer on these answers, for the checks before the first iteration."""
+        samples, roles = list(range(len(few))), self.roles
+        (slices, *_), totals = self.batcher.policy_update(roles.actor, few, samples, 0)
+        settings = {"totals": totals, "kl_coefficient": self.counters.kl_coefficient}
+        found = [UpdateTrial(roles.actor, few, [*slices[0].columns], settings)]
+        if roles.critic is not None:
+            (slices, *_), totals = self.batcher.critic_update(roles.critic, few, samples)
+            found.append(UpdateTrial(roles.critic, few, [*slices[0].columns], {"totals": totals}))
+        return found
 
     def sync_weights(self) -> None:
         """Send the policy's weights to the engines. Their version is the number of iterations with all updates done."""

@@ -41,7 +41,6 @@ from trimtab.train.proof import (
     Check,
     CheckResult,
     Proof,
-    Trial,
     check_overlap,
     compare_resumed,
 )
@@ -50,7 +49,7 @@ from trimtab.train.rl.experience import FINISHES, Experience
 from trimtab.train.rl.files import learning_roles
 from trimtab.train.rl.micro_batches import AnswerBatch, batches_of
 from trimtab.train.rl.objective import policy_loss_term
-from trimtab.train.rl.state import Iteration
+from trimtab.train.rl.state import Iteration, UpdateTrial
 from trimtab.train.rl.token_advantages import compute_advantages
 from trimtab.train.run_directory import scratch_folder
 from trimtab.train.update import ChecksTooLarge, InsufficientMemory, RebuildModels, memory_guard
@@ -149,9 +148,8 @@ def check_labels(store: PromptDataset, options: Any) -> CheckResult | None:
     rows = sorted({i * (len(store) - 1) // (LABELS - 1) for i in range(LABELS)})
     tried = f"the labels of {len(rows)} rows as answers, scored by {', '.join(names)}"
     for name in names:
-        if rejected := label_problems(
-            store, rows, name
-        ):  # a label may be out of the verifier's reach, as a proof is for math
+        if rejected := label_problems(store, rows, name):
+            # A label may be out of the verifier's reach, as a proof is for math.
             most = len(rejected) > len(rows) / 2
             wrong = f"{rejected[0]} ({len(rejected)} of {len(rows)} such rows), so no answer can be right: "
             return CheckResult("reward", tried, f"{wrong}mend the labels, or use another --reward_verifier", not most)
@@ -182,7 +180,9 @@ def prove_rl(run: Any, reports: dict[str, Any]) -> None:
     proof.run(prompt_checks(options, run.client.stores, reports, run.client.tokenizer))
     names = [name for name in (*TRIALS, "objective", "engine") if options.wants_check(name)]
     alone = all(len(group.ranks) == 1 for group in (*run.roles.trainers, run.roles.rollouts))
-    if names and run.proves_updates:
+    if not run.has_objective:
+        names = [name for name in names if name != "objective"]
+    if names:
         limit = copy.copy(run.batcher.limit)
         try:
             with memory_guard():
@@ -197,22 +197,11 @@ def prove_rl(run: Any, reports: dict[str, Any]) -> None:
                 if options.check_only:
                     return
                 raise ChecksTooLarge from None
-    if options.check_only and run.proves_updates:
-        if not options.replay:
-            proof.run({"reward": lambda: check_first_batch(run)})
-        # Other machines do not see the folder; a batch that has failed would fail again.
-        if alone and not options.ray and not any(result.failed for result in proof.results):
-            weights = 4 * sum(role.call("describe")[0].get("parameters", 0) for role in run.roles.trainers)
-            state = sum(role.call("state_bytes")[0] for role in run.roles.trainers)
-            with scratch_folder(options, state + weights, World()) as folder:
-                if folder is None:
-                    proof.leave_out(["checkpoint", "export"], "no room on the disk of --ckpt_path")
-                else:
-                    run.files.checkpoints = Checkpoints(folder / "checkpoints", keep=1, keep_gib=1e9)
-                    files = {"checkpoint": check_resumed, "export": check_exported}
-                    proof.run({name: partial(check, run, folder / "model") for name, check in files.items()})
-        else:
-            proof.leave_out(["checkpoint", "export"], "--ray" if options.ray else "several processes")
+    if options.check_only:
+        try:
+            try_iteration(run, proof)
+        except RebuildModels:  # of several processes: a run rebuilds them and goes on with smaller micro-batches
+            proof.leave_out(["reward", "checkpoint", "export"], SHORT)
     proof.conclude()
 
 
@@ -221,10 +210,11 @@ def try_roles(run: Any, proof: Proof, names: list[str], *, alone: bool) -> None:
     few = few_answers(run)
     run.batcher.fill(few, "old_N", run.roles.actor, "log_probs")
     scored = time.monotonic() - began
-    proof.run({"objective": lambda: check_objective(few, run)})
+    if "objective" in names:
+        proof.run({"objective": lambda: check_objective(few, run)})
     trials, seconds, planned = [name for name in TRIALS if name in names], 0.0, planned_passes(run, few)
-    for role in run.roles.trainers if trials else ():
-        seconds = proof.try_update(trials, trial_of(run, role, few), planned)
+    for tried in run.trials(with_advantages(run, few)) if trials else ():
+        seconds = proof.try_update(trials, partial(run_trial, tried), planned)
     if "engine" not in names:
         return
     # Two transfers of weights, and samples scored a few times. Out of memory inside, several processes could not
@@ -235,6 +225,23 @@ def try_roles(run: Any, proof: Proof, names: list[str], *, alone: bool) -> None:
         proof.run({"engine": lambda: check_engine(run, few)})
     else:
         proof.leave_out(["engine"], SLOW)
+
+
+def try_iteration(run: Any, proof: Proof) -> None:
+    """What a run does with its first batch, and its files. The run cannot train afterwards."""
+    if not run.options.replay:
+        proof.run({"reward": lambda: check_first_batch(run)})
+    if any(result.failed for result in proof.results):
+        return  # a batch that has failed would fail again
+    weights = 4 * sum(role.call("describe")[0].get("parameters", 0) for role in run.roles.trainers)
+    state = sum(role.call("state_bytes")[0] for role in learning_roles(run.roles).values())
+    with scratch_folder(run.options, state + weights, World()) as folder:
+        if folder is None:
+            proof.leave_out(["checkpoint", "export"], "no room on the disk of --ckpt_path")
+        else:
+            run.files.checkpoints = Checkpoints(folder / "checkpoints", keep=1, keep_gib=1e9)
+            files = {"checkpoint": check_resumed, "export": check_exported}
+            proof.run({name: partial(check, run, folder / "model") for name, check in files.items()})
 
 
 def planned_passes(run: Any, few: Experience) -> float:
@@ -258,27 +265,21 @@ def few_answers(run: Any) -> Experience:
     return found
 
 
-def trial_of(run: Any, role: Group, few: Experience) -> Trial:
-    """The checks of a trainer's update on these answers, whose advantages are made up."""
+def with_advantages(run: Any, few: Experience) -> Experience:
+    """These answers with made-up advantages, and what updates need besides."""
     signs_N = torch.tensor([1.0, -0.5])[few.owners_N % 2]
     made = dataclasses.replace(few, advantages_N=signs_N, values_N=torch.zeros_like(signs_N), returns_N=signs_N)
     if run.roles.reference is not None:
         assert few.old_N is not None
         made.reference_N = few.old_N - 0.1
-    samples = list(range(len(few)))
-    settings: dict[str, Any] = {}
-    if role is run.roles.critic:
-        (slices, *_), totals = run.batcher.critic_update(role, made, samples)
-    else:
-        (slices, *_), totals = run.batcher.policy_update(role, made, samples, 0)
-        settings["kl_coefficient"] = run.counters.kl_coefficient
-    settings |= {"columns": list(slices[0].columns), "totals": totals}
+    return made
 
-    def trial(name: str | None) -> tuple[CheckResult | None, float]:
-        found = role.call("try_update", experience=made, name=name, **settings)[0]
-        return found["result"] and CheckResult(**found["result"]), found["seconds"]
 
-    return trial
+def run_trial(trial: UpdateTrial, name: str | None) -> tuple[CheckResult | None, float]:
+    """Run this one of proof.TRIALS in the trainer's processes."""
+    settings = {"columns": trial.columns, "name": name, **trial.settings}
+    found = trial.role.call("try_update", experience=trial.experience, **settings)[0]
+    return found["result"] and CheckResult(**found["result"]), found["seconds"]
 
 
 # ---- the objective
@@ -435,22 +436,24 @@ def check_resumed(run: Any, folder: Path) -> CheckResult | None:
     work = first_batch(run)
     if work is None or run.options.disable_ds_ckpt:
         return None
-    trainers, batches = run.roles.trainers, run.mini_batches(work)
+    batches = run.mini_batches(work)
 
     def unlike_files() -> list[str]:
         return [f for n, role in saved.items() for part in role.call("differing_state", folder=path / n) for f in part]
 
+    with StopRequest() as stop:
+        run.before_updates(work, stop)
     run.update(work, batches[0])
     path, saved = run.files.save(run.checkpoint(), export=False), learning_roles(run.roles)
     wrong = unlike_files()
     step = run.counters.actor_steps
     run.update(work, batches[-1])
-    for role in trainers:
+    for role in saved.values():
         role.call("keep_state", name="next")
     run.resume(ahead=False)
     wrong, resumed = [*wrong, *unlike_files()], run.counters.actor_steps
     run.update(run.iteration, batches[-1])
-    repeated = [f for role in trainers for part in role.call("differing_state", name="next") for f in part]
+    repeated = [f for role in saved.values() for part in role.call("differing_state", name="next") for f in part]
     # Kernels of an accelerator may sum in another order.
     return compare_resumed(step, resumed, wrong, [] if run.on_accelerator else repeated)
 

@@ -50,6 +50,16 @@ class Roles:
                 role.call("wake")
 
 
+@dataclass
+class UpdateTrial:
+    """An update that the checks before the first iteration try."""
+
+    role: Group
+    experience: Experience
+    columns: list[str]  # of the experience that the update needs
+    settings: dict[str, Any]
+
+
 MANY_BAD_STEPS = 5  # in a row: the run stops
 
 

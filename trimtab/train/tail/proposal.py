@@ -93,6 +93,13 @@ class AdapterProposalTrainer(ProposalTrainer):
         with self.model.at_work():
             return super().update(slices, **settings)
 
+    def try_update(self, **asked: Any) -> dict[str, Any]:
+        with self.model.at_work():
+            return super().try_update(**asked)
+
+    def fake_model(self) -> None:
+        return None  # adapters alone are trained
+
     def gather_gradients(self) -> None:
         gradients = self.optimizer.accumulated
         for name, parameter in self.optimizer.working.items():

@@ -66,7 +66,7 @@ from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.micro_batches import with_advantage
 from trimtab.train.rl.rollout_client import RolloutClient
 from trimtab.train.rl.source import RolloutSource
-from trimtab.train.rl.state import Iteration, Roles, timed
+from trimtab.train.rl.state import Iteration, Roles, UpdateTrial, timed
 from trimtab.train.rl.token_advantages import reward_metrics
 from trimtab.train.tail.measurements import HELD_OUT, TailFiles, TailMeasurements, bad_tokens, check_countable
 from trimtab.train.tail.proposal import tail_units_of
@@ -145,7 +145,7 @@ class TailRoles(Roles):
 
 class TailRun(RLRun):
     iteration_class = TailIteration
-    proves_updates = False
+    has_objective = False
     options: TailOptions
     roles: TailRoles
     files: TailFiles
@@ -272,6 +272,16 @@ class TailRun(RLRun):
             parts = [[*own, *others] for own, others in zip(parts, more)]
         totals = {"answers": float(len(samples)), "seen_tokens": float(experience.lengths_S[learnt].sum())}
         return self.batcher.send(role, "update", parts, totals=totals, step=self.counters.actor_steps)[0]
+
+    def trials(self, few: Experience) -> list[UpdateTrial]:
+        if self.is_ppo:
+            return super().trials(few)
+        made = dataclasses.replace(few, policy_N=few.old_N)
+        settings = {"totals": {"answers": float(len(few)), "seen_tokens": float(len(few.owners_N))}}
+        found = [UpdateTrial(self.roles.actor, made, ["advantages_N", "sampled_N"], settings)]
+        if self.roles.proposal is not None and self.options.proposal == "model":  # heads are no whole models
+            found.append(UpdateTrial(self.roles.proposal, made, ["advantages_N", "policy_N"], settings))
+        return found
 
     def sync_weights(self) -> None:
         super().sync_weights()
