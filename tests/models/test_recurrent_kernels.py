@@ -108,7 +108,7 @@ def test_a_function_is_replaced_by_a_kernel_that_agrees_and_by_no_other(case, ca
     kernel, state = recurrent_kernels.STEPS[name]
     before = given[state].clone()
     right = StepFunction(function(name), kernel, state)
-    assert right._agrees(given) and torch.equal(given[state], before)
+    assert right._agrees((), given) and torch.equal(given[state], before)
 
     def wrong(*arguments, **named):
         out = kernel(*arguments, **named)
@@ -116,7 +116,23 @@ def test_a_function_is_replaced_by_a_kernel_that_agrees_and_by_no_other(case, ca
         return out
 
     wrong.__signature__ = right._signature
-    assert not StepFunction(function(name), wrong, state)._agrees(given) and "its kernel differs by" in caplog.text
+    assert not StepFunction(function(name), wrong, state)._agrees((), given) and "its kernel differs by" in caplog.text
+
+
+def test_a_function_of_another_package_may_have_other_names():
+    name, given = CASES["convolution"]
+    own = function(name)
+
+    def update(x, state, weight, bias=None, activation=None):
+        return own(x, state, weight, bias, activation)
+
+    step = StepFunction(update, *recurrent_kernels.STEPS[name])
+    expected, found = given["conv_state"].clone(), given["conv_state"].clone()
+    rest = given["weight"], given["bias"]
+    for state, how in ((expected, own), (found, step)):
+        out = how(given["hidden_states"], state, *rest, activation=given["activation"])
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert list(step._agree.values()) == [True] and out.shape == given["hidden_states"].shape
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)

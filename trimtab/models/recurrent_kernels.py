@@ -259,24 +259,28 @@ class StepFunction:
         self._agree: dict[tuple, bool] = {}
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        given = self._signature.bind(*arguments, **named).arguments
-        given |= given.pop("others", {})
-        shapes = tuple(_kind_of(value) for value in given.values())
+        shapes = (*map(_kind_of, arguments), *((name, _kind_of(value)) for name, value in named.items()))
         if shapes not in self._agree:
-            self._agree[shapes] = self._agrees(given)
+            self._agree[shapes] = self._agrees(arguments, named)
         return (self.kernel if self._agree[shapes] else self.original)(*arguments, **named)
 
-    def _agrees(self, given: dict[str, Any]) -> bool:
+    def _agrees(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """Whether both make the same output and state of a random state."""
         results: list[tuple[Tensor, ...]] = []
-        if not isinstance(given.get(self.state), Tensor):
+        try:
+            state = self._signature.bind(*arguments, **named).arguments.get(self.state)
+        except TypeError:  # another version's arguments
+            return False
+        if not isinstance(state, Tensor):
             return False
         try:
             for function in (self.original, self.kernel):
-                state = torch.empty_like(given[self.state])
-                state.normal_(generator=torch.Generator(state.device).manual_seed(0))
-                out = function(**given | {self.state: state})
-                results.append(out if isinstance(out, tuple) else (out, state))
+                fresh = torch.empty_like(state)
+                fresh.normal_(generator=torch.Generator(state.device).manual_seed(0))
+                # By position and by name as here: functions of other packages have other names.
+                given = [fresh if value is state else value for value in arguments]
+                out = function(*given, **{name: fresh if own is state else own for name, own in named.items()})
+                results.append(out if isinstance(out, tuple) else (out, fresh))
         except Inapplicable:
             return False
         except triton.TritonError as error:

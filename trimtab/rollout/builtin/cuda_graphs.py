@@ -134,7 +134,7 @@ class DecodeGraphs:
         self.states.allocate(runner.states_of_one)
         self.states_of[rows] = states = self.states.of_rows(rows)
         before = states.addresses()
-        with self.states.preserved():
+        with self.states.preserved(rows):
             yield
         if states.addresses() != before:
             raise CaptureFailed("a recurrent layer replaces its state instead of updating it")
@@ -423,6 +423,12 @@ class GraphCache:
     def state_rows(self, samples: int) -> int:
         """Rows that the table of states needs for this number of sequences at once."""
         return 0 if self.states is None else max(self.states.rows, padded_rows(samples))
+
+    def state_sequences(self, samples: int) -> int:
+        """For how many sequences memory is still needed, if so many run at once: for the table's rows, or their own."""
+        if self.states is None or not self.possible:
+            return samples
+        return self.state_rows(samples) - (self.states.rows if self.states.nbytes else 0)
 
     @property
     def state_bytes(self) -> int:

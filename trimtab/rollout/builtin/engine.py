@@ -253,7 +253,8 @@ class BuiltinSession(TokenSession):
         if self._scheduler is not None:
             self._scheduler.free_finished()  # new requests may hit their prefixes
         samples = min(engine.max_num_seqs, max(self._expected, len(self._unfinished()) + len(self._new)))
-        cache, rows = memory.cache(samples, self._longest, self.device), engine.captured.state_rows(samples)
+        states, rows = engine.captured.state_sequences(samples), engine.captured.state_rows(samples)
+        cache = memory.cache(samples, self._longest, self.device, states)
         address = tuple(tensor.data_ptr() for tensor in cache.tensors), cache.pages, rows
         if self._address != address:  # nothing else that graphs depend on changes in an open session
             engine.captured.follow(cache, fused=engine.fused is not None, state_rows=rows)

@@ -113,15 +113,17 @@ class KVCacheManager:
         self._pages: tuple[BlockPool, PrefixCache] | None = None
         self._wanted = 0  # pages that the cache was planned for; it has fewer if memory was short
 
-    def cache(self, samples: int, longest: int, device: torch.device) -> KVCache:
-        """For this many sequences at once, of at most `longest` tokens. Contents are kept if there is memory."""
+    def cache(self, samples: int, longest: int, device: torch.device, states: int | None = None) -> KVCache:
+        """For this many sequences at once, of at most `longest` tokens. Contents are kept if there is memory. `states`:
+        how many sequences need memory for states of recurrent layers; unset: all."""
+        free = free_memory(device) - (samples if states is None else states) * self.shape.state_bytes
         wanted = self.wanted(samples, longest)
         if self.tensor.any(self._cache is None):  # each process releases it when its own device is full
             self.release()
         if self._cache is not None and self._wanted < wanted and self._cache.pages < self._enough(wanted):
-            self._enlarge(self._cache, wanted, free_memory(device))
+            self._enlarge(self._cache, wanted, free)
         if self._cache is None:
-            pages = self.pages(samples, longest, free_memory(device) - samples * self.shape.state_bytes)
+            pages = self.pages(samples, longest, free)
             self._cache, pool = KVCache(self.shape, pages, self.page_size, device), BlockPool(pages, self.page_size)
             self._pages = pool, PrefixCache(pool, MIN_PREFIX_HIT if has_kernels(device) else 0)
         self._wanted = max(self._wanted, wanted)

@@ -142,14 +142,12 @@ class StateTable:
         before = {owner: row for row, owner in enumerate(self._owners)}
         fresh = [row for row, owner in enumerate(owners) if owner.states is not None]
         moved = [row for row, owner in enumerate(owners) if owner.states is None and before[owner] != row]
-        if fresh:
-            given = DecodeStates.of([owners[row].states for row in fresh], self._config).cache.layers
-            new = tensors_of(given[index] for index in self._layers)
+        new = [tensors_of(owners[row].states[index] for index in self._layers) for row in fresh]
         for number, tensor in enumerate(tensors_of(self._layers.values())):
             if moved:
                 tensor[moved] = tensor[[before[owners[row]] for row in moved]]
             if fresh:
-                tensor[fresh] = new[number]
+                tensor[fresh] = torch.cat([states[number] for states in new])
         for owner in owners:
             owner.states = None
         self._owners = list(owners)
@@ -163,15 +161,15 @@ class StateTable:
         self._owners = []
 
     @contextlib.contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Inside, rows may be overwritten."""
-        tensors, used = tensors_of(self._layers.values()), len(self._owners)
+    def preserved(self, rows: int) -> Iterator[None]:
+        """Inside, the first rows may be overwritten."""
+        tensors, used = tensors_of(self._layers.values()), min(rows, len(self._owners))
         before = [tensor[:used].clone() for tensor in tensors] if used else []
         try:
             yield
         finally:
-            for tensor, rows in zip(tensors, before):
-                tensor[:used] = rows
+            for tensor, own in zip(tensors, before):
+                tensor[:used] = own
 
 
 def split_states(cache: DynamicCache, count: int) -> list[States]:

@@ -7,6 +7,7 @@ cache makes samples share their prompt. vLLM's log-probs are those of the distri
 with a temperature alone that is the trainer's, with --top_p, --top_k or a penalty it is the filtered one.
 """
 
+import gc
 import itertools
 import os
 from collections.abc import Sequence
@@ -367,16 +368,20 @@ class VLLMEngine(Engine):
             **more,
         }
         asked = with_routes(arguments, needed=settings.needs_routes) if settings.routed_layers else arguments
+        refused = ""
         try:
-            try:
-                self.llm = LLMEngine.from_engine_args(EngineArgs(**asked))
-            except Exception as error:
-                if asked == arguments or settings.needs_routes:
-                    raise
-                print(f"{NO_ROUTES} ({why_refused(error)})", flush=True)
-                self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            self.llm = LLMEngine.from_engine_args(EngineArgs(**asked))
         except Exception as error:  # out of memory or an unsupported model: it raises anything
-            raise UserError(f"--rollout_engine vllm: the engine cannot be started: {why_refused(error)}") from error
+            refused = why_refused(error)
+            if asked == arguments or settings.needs_routes:
+                raise UserError(f"--rollout_engine vllm: the engine cannot be started: {refused}") from error
+        if refused:  # outside of the handler, whose traceback holds the first engine's memory
+            print(f"{NO_ROUTES} ({refused})", flush=True)
+            gc.collect()
+            try:
+                self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            except Exception as error:
+                raise UserError(f"--rollout_engine vllm: the engine cannot be started: {why_refused(error)}") from error
         self.vocabulary: int = self.llm.model_config.get_vocab_size()
         self.context: int = self.llm.model_config.max_model_len
         # The largest number stands for an unknown one.
