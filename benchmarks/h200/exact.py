@@ -132,7 +132,7 @@ def measure_vllm(bench: Bench, words: str) -> None:
     lengths = rng.integers(1, most[0] + 1, max(1, int(rows) // SAMPLES)).tolist()
     prompts = [rng.integers(3, model.config.vocab_size, length).tolist() for length in lengths]
     (model.float() if bench.tiny else model).save_pretrained(folder)
-    engine, _ = start_vllm(bench, folder, [int(rows)], share=0.4)
+    engine, _ = start_vllm(bench, folder, [int(rows)], share=0.4, logprobs_mode="processed_logprobs")
     how = {"ignore_eos": True, "logprobs": 0, "detokenize": False, "temperature": bench.arguments.temperature}
     asked = Asked(n=SAMPLES, max_tokens=most[1], seed=0, **how)
     answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)

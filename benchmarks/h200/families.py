@@ -12,13 +12,15 @@ import argparse
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from grpo import REWARD
-from rollouts import start_vllm, vllm_is_there
+from rollouts import start_vllm
 from runs import Bench, median, timed
 from shapes import FAMILIES, make_family, write_rows, write_tokenizer
+from transformers import AutoConfig
 
 from trimtab.data.batches import TokenBatch
 from trimtab.models.packed import scoring
@@ -40,7 +42,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", default=list(FAMILIES))
     parser.add_argument("--lengths", default="", help="tokens of a packed row, by commas")
     parser.add_argument("--layers", type=int, help="others than the table's")
-    parser.add_argument("--only", default="grpo,rollouts,errors", help="what is measured, by commas")
+    parser.add_argument(
+        "--only", default="grpo,rollouts,errors", help="what is measured, by commas; also vllm, alone: it keeps memory"
+    )
 
 
 def model_of(bench: Bench, name: str) -> torch.nn.Module:
@@ -72,7 +76,7 @@ def measure_grpo(bench: Bench, name: str) -> None:
         f"{longest} --generate_max_len {longest} --rollout_batch_size {prompts} --n_samples_per_prompt 8 "
         f"--train_batch_size {8 * prompts} --use_dynamic_batch --train_max_tokens_per_gpu 8192 --init_kl_coef 0 "
         f"--actor_learning_rate 1e-6 --max_samples {2 * prompts} --save_steps -1 --logging_steps 1",
-        bench.variants[0],
+        (bench.arguments.ours or [""])[0],  # as users run it: with --exact where that is supported
     )
     figures = {key: rows[1].get(key, 0.0) for key in ("seconds_rollout", "seconds_update", "log_prob_gap", "length")}
     bench.row(
@@ -94,25 +98,28 @@ def measure_rollouts(bench: Bench, name: str) -> None:
         f"rollout {name} {8 * count}x{new}", who="trimtab", path=path.path, first_call=first,
         tokens_per_second=8 * count * new / median(taken), state_bytes=engine.memory.shape.state_bytes,
     )  # fmt: skip
-    if vllm_is_there(bench) and not bench.tiny:
-        del engine, policy
-        time_vllm_family(bench, name, ids, new)
 
 
-def time_vllm_family(bench: Bench, name: str, ids: list[list[int]], new: int) -> None:
-    """The same answers of random weights by vLLM."""
+def measure_vllm(bench: Bench, name: str) -> None:
+    """As many answers of random weights by vLLM."""
     from vllm import SamplingParams as Asked
 
-    folder, count = bench.folder / f"vllm-{name}", 8 * len(ids)
-    model = model_of(bench, name)
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    del model
+    folder, prompts, new = bench.folder / f"vllm-{name}", 8, 128
+    count, prompt = 8 * prompts, 128
+    other = {"num_hidden_layers": bench.arguments.layers} if bench.arguments.layers else {}
+    model, more = make_family(name, torch.device("meta"), **other), dict[str, Any]()
+    config, kind = model.config, type(model).__name__
+    ids = np.random.default_rng(0).integers(3, config.vocab_size, (prompts, prompt)).tolist()
+    if name == "qwen3_5_text":  # vLLM 0.24 knows it with a vision model alone
+        config, kind = AutoConfig.for_model("qwen3_5", text_config=config.to_dict()), "Qwen3_5ForConditionalGeneration"
+        more["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+    config.architectures = [kind]
+    config.save_pretrained(folder)
     bench.release()
-    engine, built = start_vllm(bench, folder, [count], load_format="dummy")
+    engine, built = start_vllm(bench, folder, [count], load_format="dummy", **more)
     asked = Asked(n=8, max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False)
-    prompts = [{"prompt_token_ids": own} for own in ids]
-    taken = [timed(lambda: engine.generate(prompts, asked, use_tqdm=False), bench.device)[1] for _ in range(3)]
+    requests: list[Any] = [{"prompt_token_ids": own} for own in ids]
+    taken = [timed(lambda: engine.generate(requests, asked, use_tqdm=False), bench.device)[1] for _ in range(3)]
     bench.row(
         f"rollout {name} {count}x{new}", who="vLLM", first_call=taken[0], engine=built,
         tokens_per_second=count * new / median(taken[1:]),
@@ -165,7 +172,7 @@ def measure_lengths(bench: Bench, name: str, lengths: list[int]) -> None:
         bench.row(f"row of {length} {name}", who="trimtab", seconds=seconds, gib_beside_weights=peaks[-1])
 
 
-MEASURED = {"grpo": measure_grpo, "rollouts": measure_rollouts, "errors": measure_errors}
+MEASURED = {"grpo": measure_grpo, "rollouts": measure_rollouts, "errors": measure_errors, "vllm": measure_vllm}
 
 
 def main(argv: list[str] | None = None) -> None:
