@@ -105,6 +105,14 @@ def compare(job, model, words):
             assert torch.equal(found[0][name], found[1][name]), name
 
 
+def compare_loaded(model, words):
+    """However it is read."""
+    with joined("sft", model, words) as (options, mesh):
+        found, whole = load.load_policy(options, find_device(), mesh), load_split("sft", options, mesh, whole=True)
+        with scoring(found.model), scoring(whole.model):
+            assert torch.equal(values(found.model, some_batch()), values(whole.model, some_batch()))
+
+
 def compare_frozen(job, model, words):
     """A model that only scores."""
     with joined(job, model, words) as (options, mesh):

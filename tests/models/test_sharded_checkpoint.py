@@ -15,6 +15,7 @@ from tests.models.splitting import (
     borrow,
     compare,
     compare_frozen,
+    compare_loaded,
     read_whole,
     refused,
     save,
@@ -80,6 +81,15 @@ def test_what_is_read_in_parts_is_what_is_loaded_whole_and_split(folder, kind):
 )
 def test_a_model_that_only_scores_is_read_in_parts_too(folder, job, family, words):
     assert warm.call_world(compare_frozen, 2, job, str(folder / family), words) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("experts", "processes", "words"),
+    [(1, 4, "--ds_tensor_parallel_size 2"), pytest.param(4, 3, "", marks=pytest.mark.long)],
+)
+def test_experts_of_which_a_process_would_get_none_are_read_whole(tmp_path, experts, processes, words):
+    write_model(tmp_path, "mixtral", num_local_experts=experts, num_experts_per_tok=1)
+    assert warm.call_world(compare_loaded, processes, str(tmp_path), words) == [0] * processes
 
 
 def test_weights_that_only_the_configuration_ties_are_lent_apart(folder, tmp_path):

@@ -103,10 +103,10 @@ def begin_sharded_load(
     keys = _stored_names(model, files)
     missing = model.state_dict().keys() - keys.keys()
     direct = not renamed and not _is_converted(model) and all(name.startswith(f"{spare}.") for name in missing)
-    # With fewer experts than processes, some processes would have nothing to stack.
     sizes = {mesh.for_sharding(copies=copies).size(-1) for copies in (True, False)} if mesh.size > 1 else set()
     experts = [] if direct else [parameter for parameter in model.parameters() if parameter.ndim > 2]
-    if any(p.shape[0] < n and not (mesh.neighbours == 1 and splits_width(p, n)) for p in experts for n in sizes):
+    by_width = mesh.neighbours == 1 and mesh.sizes["tensor"] == 1
+    if any(_leaves_one_empty(p, n) and not (by_width and splits_width(p, n)) for p in experts for n in sizes):
         return None
     # transformers' loader does not detect mismatched shapes when it reads in parts.
     shapes = {name: tuple(_tensor(model, name).shape) for name in model.state_dict() if name != f"{spare}.weight"}
@@ -116,6 +116,11 @@ def begin_sharded_load(
     fresh_head = hasattr(model, HEAD) and tuple(getattr(model, HEAD).weight.shape) not in stored
     found = nothing_found() | {"missing_keys": missing}
     return ModelSource(model, files.fingerprint(), found, fresh_head, files, keys if direct else None, renamed)
+
+
+def _leaves_one_empty(experts: torch.Tensor, parts: int) -> bool:
+    """Whether a process would have no expert to stack when they are shared out."""
+    return (parts - 1) * -(-experts.shape[0] // parts) >= experts.shape[0]
 
 
 def resolve_path(module: PackedModel, options: LoadOptions, device: Device) -> Verdict:
