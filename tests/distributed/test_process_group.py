@@ -1,7 +1,13 @@
+import socket
+
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+from trimtab.distributed import device, process_group
 from trimtab.distributed.process_group import World, deal
+from trimtab.distributed.supervision import PER_DEVICE
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -34,3 +40,16 @@ def test_a_world_of_one_communicates_with_nobody():
     world = World()
     assert world.is_rank_zero and world.add_up({"x": torch.tensor(2.0)}) == {"x": 2.0} and world.gather("me") == ["me"]
     assert world.maximum(7) == 7
+
+
+@pytest.mark.parametrize("others, most", [(["own"], 1), (["first", "second"], 1), (["same"], 2), (["same", "same"], 3)])
+def test_processes_of_a_device_are_counted_by_its_name(monkeypatch, others, most):
+    """A launcher may show each process its own device alone: their number says nothing."""
+    monkeypatch.delenv(PER_DEVICE, raising=False)
+    monkeypatch.setattr(process_group, "device_name", lambda _: "same")
+    store = dist.HashStore()
+    for rank, name in enumerate(others, 1):
+        store.set(f"{process_group.DEVICE_KEY}/{rank}", f"{socket.gethostname()}/{name}")
+    found = process_group.most_per_device(torch.device("cuda"), store, 0, 1 + len(others))
+    assert found == most == device.processes_per_device(1)
+    monkeypatch.delenv(PER_DEVICE)

@@ -13,6 +13,7 @@ import stat
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,13 +28,12 @@ from trimtab.distributed.device import (
     INTERFACES,
     Device,
     choose_collectives,
-    count_accelerators,
+    device_name,
     kind_of,
-    processes_per_device,
     widest,
 )
 from trimtab.distributed.serialization import Serializer
-from trimtab.distributed.supervision import DIST_BACKEND, STORE_SOCKET, own_heartbeat, watch_others
+from trimtab.distributed.supervision import DIST_BACKEND, PER_DEVICE, STORE_SOCKET, own_heartbeat, watch_others
 from trimtab.errors import UserError
 from trimtab.interrupts import SIGNALS, StopRequest
 
@@ -43,7 +43,7 @@ Item = TypeVar("Item")
 # supervision detects processes that hang.
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 GET_ADDRESS = 0x8915  # SIOCGIFADDR: get the address of an interface
-ABORT_KEY, STOP_KEY = "trimtab_called_off", "trimtab_stop"  # in the store
+ABORT_KEY, STOP_KEY, DEVICE_KEY = "trimtab_called_off", "trimtab_stop", "trimtab_device"  # in the store
 SIGNAL_CHECK_SECONDS = 0.5
 
 
@@ -185,12 +185,25 @@ def _launcher_store(size: int) -> dict[str, Any]:
     return {"store": store, "rank": rank, "world_size": size}
 
 
+def most_per_device(device: torch.device, store: dist.Store, rank: int, world_size: int) -> int:
+    """The largest number of processes on one device, the same in all processes. A launcher may show each process its
+    own device alone, so the number of visible devices does not say."""
+    if PER_DEVICE not in os.environ:
+        store.set(f"{DEVICE_KEY}/{rank}", f"{socket.gethostname()}/{device_name(device)}")
+        names = store.multi_get([f"{DEVICE_KEY}/{other}" for other in range(world_size)])
+        os.environ[PER_DEVICE] = str(max(Counter(names).values()))
+    return int(os.environ[PER_DEVICE])
+
+
 def init_process_group(device: torch.device, **meeting: Any) -> None:
     """Join torch's default group. `meeting`: store, rank and size, if the environment does not have them."""
-    each = processes_per_device(count_accelerators()) if device.type != "cpu" else 1
-    library = choose_collectives(device.type, collectives_of(device), os.environ.get(DIST_BACKEND, "auto"), each)
-    if library is None:
+    if (own := collectives_of(device)) is None:
         raise UserError(f"{kind_of(device).name} has no collectives in this torch: start one process")
+    each = 1
+    if device.type != "cpu":
+        meeting = meeting or dict(zip(("store", "rank", "world_size"), next(dist.rendezvous("env://"))))
+        each = most_per_device(device, **meeting)
+    library = choose_collectives(device.type, own, os.environ.get(DIST_BACKEND, "auto"), each)
     # gloo for tensors in main memory.
     backend = "gloo" if library == "gloo" else f"cpu:gloo,{device.type}:{library}"
     # A bound device must be supported by every group, also by groups of gloo alone.
