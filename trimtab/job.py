@@ -137,7 +137,8 @@ def _first_to_speak() -> bool:
 
 def _only_launches(options: CallOptions) -> bool:
     """Whether this process starts others that do the work."""
-    return launches_others(options) or on_a_cluster(options)
+    plays_here = isinstance(options, RehearsalOptions) and options.rehearse is not None
+    return not plays_here and (launches_others(options) or on_a_cluster(options))
 
 
 def _in_working_precision(options: Job) -> Job:

@@ -9,6 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import plan_layouts
 from tests.command import run
 from trimtab.plan import planner, workload
+from trimtab.rewards.models import FrozenModelReward
+from trimtab.rollout.factory import EngineMemory
+from trimtab.train import supervised_tasks
+from trimtab.train.rl.teacher import Teaching
 from trimtab.train.supervised_tasks import SFTTask
 
 TINY = plan_layouts.SHAPE | plan_layouts.TINY
@@ -55,15 +59,22 @@ def test_zero_3_gathers_weights_twice_a_pass_and_scatters_gradients_once_a_step(
         ("ppo", "--rehearse 4 --ds_tensor_parallel_size 2 --rehearse_rank 3 --reward_pretrain 8B"),
         ("ppo", "--rehearse 4 --critic_num_gpus_per_node 2 --rehearse_rank 1"),
         ("grpo", "--rehearse 2 --zero_stage 3 --ref_reward_offload --n_samples_per_prompt 2"),
+        ("grpo", "--rehearse 4 --controller_apart --n_samples_per_prompt 2 --pretrain_data none"),
+        ("grpo", "--rehearse 4 --zero_stage 3 --n_samples_per_prompt 2 --teacher_model 8B --teacher_divergence jsd"),
+        ("grpo", "--rehearse 2 --n_samples_per_prompt 2 --teacher_prompt_key hint --enable_ema --teacher_ema"),
+        ("ppo", "--rehearse 2 --reward_pretrain 8B --normalize_reward --micro_reward_batch_size 1"),
+        ("rm", "--max_len 32 --rehearse 2 --margin_loss"),
+        ("dpo", "--max_len 32 --rehearse 2 --precompute_ref_log_probs"),
     ],
 )
 def test_a_model_given_by_its_size_is_rehearsed_without_weights_and_data(verb, words, capsys, monkeypatch):
     monkeypatch.setitem(workload._LLAMAS, "8B", (64, 128, 2, 4, 2, 512))
+    monkeypatch.setattr(supervised_tasks, "save_cached", None)  # random data leave nothing behind
     more = "--prompt_max_len 16 --generate_max_len 16 --rollout_batch_size 4" if verb in ("ppo", "grpo") else ""
     said = run(capsys, f"{verb} --pretrain 8B --train_batch_size 8 {more} {words}").said
     assert said.startswith(f"{verb} of 8B, rank ")
     phases = rows(said, "phase, GiB")
-    assert ("scoring" in phases) == (verb in ("dpo", "kto", "ppo", "grpo"))
+    assert ("scoring" in phases) == (verb in ("dpo", "kto", "ppo", "grpo") and "precompute" not in words)
     assert ("rollout" in phases) == bool(more)
     assert {"forward", "backward", "optimizer"} <= rows(said, "arithmetic a step").keys()
 
@@ -77,6 +88,9 @@ def test_a_model_given_by_its_size_is_rehearsed_without_weights_and_data(verb, w
         ("sft --rehearse 4 --nproc 2", "--nproc 2 and --rehearse 4: leave --nproc out"),
         ("sft --rehearse 0", "--rehearse is 0: it must be above 0"),
         ("grpo --rehearse 4 --ray", "without --ray"),
+        ("grpo --rehearse 4 --controller_apart --rehearse_rank 0", "it holds no model"),
+        ("grpo --rehearse 2 --generate_max_len 200000", "has a context of 131072"),
+        ("kto --rehearse 2 --max_len 1", "at least 2 tokens"),
     ],
 )
 def test_a_layout_that_cannot_be_is_one_line(words, mistake, capsys, monkeypatch):
@@ -84,6 +98,66 @@ def test_a_layout_that_cannot_be_is_one_line(words, mistake, capsys, monkeypatch
     verb, _, rest = words.partition(" ")
     found = run(capsys, f"{verb} --pretrain 8B {rest}")
     assert mistake in found.mistake
+
+
+def passes_of(monkeypatch, capsys, words) -> list[int]:
+    """Samples of every pass of a reward model."""
+    monkeypatch.setitem(workload._LLAMAS, "8B", (64, 128, 2, 4, 2, 512))
+    seen = []
+    own = FrozenModelReward.run
+
+    def counted(self, score, *samples):
+        return own(self, lambda batch: seen.append(len(batch.spans)) or score(batch), *samples)
+
+    monkeypatch.setattr(FrozenModelReward, "run", counted)
+    fixed = "--prompt_max_len 16 --generate_max_len 16 --rollout_batch_size 4 --n_samples_per_prompt 2"
+    run(capsys, f"grpo --pretrain 8B --reward_pretrain 8B --train_batch_size 8 {fixed} {words}")
+    return seen
+
+
+@pytest.mark.parametrize(
+    "words, passes",
+    [
+        ("--rehearse 2 --micro_reward_batch_size 1", [1] * 4),
+        ("--rehearse 4 --micro_reward_batch_size 2", [2]),
+        ("--rehearse 2 --use_dynamic_batch --train_max_tokens_per_gpu 64", [4]),
+    ],
+)
+def test_a_reward_model_scores_this_ranks_samples_in_its_own_passes(words, passes, monkeypatch, capsys):
+    assert passes_of(monkeypatch, capsys, words) == passes
+
+
+def test_a_loss_over_the_vocabulary_needs_more_memory_for_the_teachers_states(capsys, monkeypatch):
+    """4 x 2 answers of 16 tokens in 4 processes, with hidden states of 64 numbers."""
+    monkeypatch.setitem(workload._LLAMAS, "8B", (64, 128, 2, 4, 2, 512))
+    asked = []
+    states = Teaching.states
+    monkeypatch.setattr(Teaching, "states", lambda *given: asked.append(states(*given)) or asked[-1])
+    fixed = "--prompt_max_len 16 --generate_max_len 16 --rollout_batch_size 4 --n_samples_per_prompt 2"
+    words = "--teacher_model 8B --teacher_divergence reverse_kl --rehearse 4"
+    said = run(capsys, f"grpo --pretrain 8B --train_batch_size 8 {fixed} {words}").said
+    assert [tuple(found.shape) for found in asked] == [(8 * 16, 64)] * 3 and "scoring" in rows(said, "phase, GiB")
+
+
+def test_slots_of_the_engine_are_shared_by_all_processes_of_a_row(capsys, monkeypatch):
+    """Processes that split rows generate samples of their own."""
+    monkeypatch.setitem(workload._LLAMAS, "8B", (64, 128, 2, 4, 2, 512))
+    slots = []
+    own = EngineMemory.keys_and_values
+    monkeypatch.setattr(
+        EngineMemory, "keys_and_values", lambda self, *given: slots.append(given[0]) or own(self, *given)
+    )
+    fixed = "--prompt_max_len 16 --generate_max_len 16 --rollout_batch_size 8 --n_samples_per_prompt 2"
+    for words in ("--ring_attn_size 2", "--ds_tensor_parallel_size 2"):
+        run(capsys, f"grpo --pretrain 8B --train_batch_size 16 --rehearse 4 {fixed} {words}")
+    assert slots == [8 * 2 // 4] * 2 + [8 * 2 // 2] * 2  # the plan's and the rehearsal's
+
+
+@pytest.mark.parametrize("words", ["--ds_tensor_parallel_size 2", "--zero_stage 3 --shard_size 2"])
+def test_one_process_may_play_one_rank_after_another(words, folder, capsys):
+    for rank in (0, 3, 1):
+        said = run(capsys, f"sft --pretrain {folder} --max_len 16 --rehearse 4 --rehearse_rank {rank} {words}").said
+        assert f"rank {rank} of 4" in said
 
 
 def test_folders_of_the_run_are_left_alone(folder, tmp_path, capsys):

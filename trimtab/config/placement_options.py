@@ -143,6 +143,10 @@ class RehearsalOptions(ProcessOptions):
             raise UserError(f"--rehearse_rank {self.rehearse_rank}: the ranks are 0 to {self.rehearse - 1}")
         if self.nproc not in (1, self.rehearse):
             raise UserError(f"--nproc {self.nproc} and --rehearse {self.rehearse}: leave --nproc out")
+        if getattr(self, "controller_apart", False) and self.rehearse_rank == 0 and self.rehearse > 1:
+            if self.asks("rehearse_rank"):
+                raise UserError("--rehearse_rank 0: with --controller_apart it holds no model; name another")
+            changes["rehearse_rank"] = 1
         changes["nproc"] = self.rehearse
         return ()
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.futures import Future
 
 from trimtab.distributed.device import Device
@@ -138,3 +139,5 @@ def fake_world(device: Device, rank: int, size: int) -> Iterator[FakeWorld]:
         yield FakeWorld(rank, size, device.torch)
     finally:
         dist.destroy_process_group()
+        # DTensor remembers meshes by their ranks alone, whose groups are gone.
+        _clear_sharding_prop_cache()

@@ -47,6 +47,12 @@ PHASES = ("rollout", "scoring", "update", "reduction")
 LEARNING = ("update", "reduction")
 
 
+def sampling_bytes(sequences: int, vocabulary: int, options: RLOptions) -> int:
+    """What sampling a token of each of these sequences takes at most."""
+    copies = SAMPLED_COPIES + (PENALISED_COPIES if options.repetition_penalty != 1 else 0)
+    return copies * sequences * vocabulary * 4
+
+
 @dataclass(frozen=True)
 class Part:
     name: str
@@ -207,18 +213,19 @@ class ProcessMemory:
     def add_builtin_engine(self) -> None:
         options, actor, rows = self.options, self.models[0], self.work.rows
         assert isinstance(options, RLOptions)
-        prompts = -(-options.prompts_under_way // self.split.data)
+        prompts = -(-options.prompts_under_way // (self.split.processes // self.split.tensor))
         slots = min(options.rollout_slots, prompts * options.n_samples_per_prompt)
         engine, parts = actor.engine_memory(options.rollout_kv_tokens), self.gathered_to_answer()
         free = max(0, self.hardware.memory - Memory(0, [*self.state, *parts]).during("rollout"))
         states = slots * engine.state_bytes
         size = engine.keys_and_values(slots, rows.longest, max(0, free - states)) if free else 0
-        # The engine frees its KV cache between rollouts if it is larger than the remaining memory.
-        phases = PHASES if size <= free - size else ("rollout",)
+        # The engine frees KV cache and states between rollouts if they are larger than the remaining memory.
+        phases = PHASES if size + states <= free - size - states else ("rollout",)
         read = actor.scoring_bytes(max(1, min(engine.max_num_batched_tokens, prompts * rows.prompt)))
         parts.append(Part("a pass over prompts, or sampling tokens", max(read, self._sampling(slots)), ("rollout",)))
-        if states:  # of the prompts, too, for a moment; joined and split again in every chunk
-            parts.append(Part(f"states of {slots:,} sequences", 2 * states, ("rollout",)))
+        if states:
+            parts.append(Part(f"states of {slots:,} sequences", states, phases))
+            parts.append(Part("states of prompts", states, ("rollout",)))  # or of a table that grows, for a moment
         if engine.token_bytes:  # some models cache no keys
             parts.append(Part(f"keys and values of {size // engine.token_bytes:,} tokens", size, phases))
             slots = min(slots, size // (rows.longest * engine.token_bytes))
@@ -234,8 +241,7 @@ class ProcessMemory:
 
     def _sampling(self, slots: int) -> int:
         assert isinstance(self.options, RLOptions)
-        copies = SAMPLED_COPIES + (PENALISED_COPIES if self.options.repetition_penalty != 1 else 0)
-        return copies * slots * self.models[0].config.vocab_size * 4
+        return sampling_bytes(slots, self.models[0].config.vocab_size, self.options)
 
     # ---- passes
 

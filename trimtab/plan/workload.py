@@ -235,6 +235,7 @@ def with_sized_models(options: TrainedModelOptions, folder: Path) -> TrainedMode
 def write_sized_model(size: str, folder: Path) -> str:
     """A folder with the config.json of a model of this size, random weights and a tokenizer of three tokens."""
     config: dict[str, Any] = {"tie_word_embeddings": False, "max_position_embeddings": LONGEST}
+    config |= {"mean": 0.0, "std": 1.0}  # of a reward model's scores
     if size in _LLAMAS:
         config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | dict(
             zip(_CONFIG_KEYS, _LLAMAS[size])

@@ -49,15 +49,17 @@ from trimtab.models.pretrained import quiet_transformers
 from trimtab.models.weight_export import HFWeights
 from trimtab.plan.hardware import GIB, LINK_SHARE, ClusterHardware, of_device, shared
 from trimtab.plan.layouts import Split
-from trimtab.plan.memory import FILL
+from trimtab.plan.memory import FILL, sampling_bytes
 from trimtab.plan.planner import Plan, Planner
-from trimtab.plan.workload import RowShape, refuse_unplannable, supposed, with_sized_models
+from trimtab.plan.workload import RowShape, job_models, refuse_unplannable, supposed, with_sized_models
 from trimtab.rollout.factory import EngineMemory
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.train.launch import with_default_tokens
+from trimtab.train.launch import with_default_tokens, with_planned_micro_batches
+from trimtab.train.rl.checks import check_context
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.micro_batches import MicroBatcher, all_mini_batches, batches_of, make_slice
+from trimtab.train.rl.micro_batches import MicroBatcher, TextMixture, all_mini_batches
 from trimtab.train.rl.roles import make_units_in_processes
+from trimtab.train.rl.teacher import Teaching
 from trimtab.train.supervised import TASKS, build_run
 from trimtab.train.supervised_tasks import KTOTask, PRMTask
 from trimtab.train.task import FrozenScorer, PairTask, SupervisedTask
@@ -76,9 +78,11 @@ def rehearse(options: TrainedOptions) -> "Rehearsal":
     if isinstance(options, RLOptions) and (options.ray or options.trainer != "rl" or options.plays):
         raise UserError("--rehearse plays the processes of one launcher: without --ray, environments and tail methods")
     quiet_transformers()
-    device, size, given = find_device(), options.rehearse, options.pretrain
+    device, size, size_or_name = find_device(), options.rehearse, options.pretrain
     with tempfile.TemporaryDirectory() as folder:
         sized = with_sized_models(options, Path(folder))
+        if options.load_in_4bit and sized.pretrain != size_or_name:
+            raise UserError(f"--load_in_4bit: --pretrain {size_or_name} has no weights to quantize; name a folder")
         for name in ("pretrain", "critic_pretrain", "ref_pretrain", "teacher_model"):
             if named := getattr(sized, name, None):
                 check_parallel_options(named, sized, f"--{name}")
@@ -98,7 +102,7 @@ def rehearse(options: TrainedOptions) -> "Rehearsal":
                 raise UserError(_too_large(f"out of memory in the {meter.phase} phase", plan)) from error
             finally:
                 meter.close()
-        return Rehearsal(f"{options.verb} of {given}", options, device, meter, steps, plan)
+        return Rehearsal(f"{options.verb} of {size_or_name}", options, device, meter, steps, plan)
 
 
 def _machines(device: Device, size: int) -> ClusterHardware:
@@ -208,30 +212,45 @@ def _export(model: PackedModel, options: TrainedModelOptions, meter: PhaseMeter)
         stored.read(group, _nothing)
 
 
+def _vocabulary(options: TrainedModelOptions) -> int:
+    """How many tokens all models know."""
+    return min(model.skeleton.config.get_text_config().vocab_size for model in job_models(options))
+
+
+def _random_tokens(options: TrainedModelOptions, samples: int, trained: np.ndarray) -> TokenDataset:
+    """Samples of random tokens, each as long as `trained`, which says what is learnt."""
+    length = len(trained)
+    ids = np.random.default_rng(0).integers(0, _vocabulary(options), samples * length, dtype=np.int32)
+    offsets = np.arange(samples + 1, dtype=np.int64) * length
+    return TokenDataset(ids, np.tile(trained, samples), offsets, np.arange(samples))
+
+
 # ---- supervised jobs
 
 
 class RehearsedTask(SupervisedTask):
     """Random tokens in place of a task's data."""
 
+    caches = False
+
     def __init__(self, options: SupervisedOptions, tokenizer: Any):
         self.micro_batch_limit, self.scorers = MicroBatchLimit(), dict[str, FrozenScorer]()
         self.options, self.tokenizer, self.evaluation, self.evaluation_report = options, tokenizer, None, None
         samples, length = STEPS * options.train_batch_size, options.max_len
-        sequences = samples * self.sequences_a_sample
-        vocabulary = fake_policy(options).config.get_text_config().vocab_size
-        ids = np.random.default_rng(0).integers(0, vocabulary, sequences * length, dtype=np.int32)
-        places = np.arange(sequences * length) % length
-        trained = (places + 1) % min(STEP_TOKENS, length) == 0 if isinstance(self, PRMTask) else places > 0
-        offsets = np.arange(sequences + 1, dtype=np.int64) * length
-        self.store: Any = TokenDataset(ids, trained, offsets, np.arange(samples))
+        if length < 2:
+            raise UserError(f"--max_len {length}: a sample has a prompt and an answer, at least 2 tokens")
+        trained = np.arange(length) > 0
+        if isinstance(self, PRMTask):
+            trained = (np.arange(length) + 1) % min(STEP_TOKENS, length) == 0
+        self.store: Any = _random_tokens(options, samples * self.sequences_a_sample, trained)
         if isinstance(self, PairTask):
-            self.store = PairDataset(self.store, np.zeros(samples, dtype=np.int32))
+            nothing = np.zeros(samples, dtype=np.int32)
+            self.store = PairDataset(self.store, nothing, margins=nothing.astype(np.float32))
         elif isinstance(self, KTOTask):
             self.store = LabelledDataset(self.store, np.arange(samples) % 2 == 0, length)
             self.partners = {id(self.store): np.arange(samples)}
         elif isinstance(self, PRMTask):
-            self.store = StepDataset(self.store, np.zeros(int(trained.sum()), dtype=np.int64), soft=False)
+            self.store = StepDataset(self.store, np.zeros(int(self.store.trained.sum()), dtype=np.int64), soft=False)
         self.report = DataReport("random", "random tokens")
 
     def data_lines(self) -> list[str]:
@@ -271,11 +290,12 @@ class PlayedGroup(Group):
         raise OutOfMemory("a pass did not fit")
 
     def call(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
-        assert parts is not None
-        own = None if self.part is None else getattr(self.role, method)(parts[self.part], **shared)
-        if method == "update":
+        given = () if parts is None or self.part is None else (parts[self.part],)
+        own = None if self.part is None else getattr(self.role, method)(*given, **shared)
+        if parts is None or method == "update":
             return [own or {}] * self.size
-        zeros = [[torch.zeros(count) for found in part for count in found.trained] for part in parts]
+        like = own[0] if own else torch.zeros(0)
+        zeros = [[like.new_zeros(n, *like.shape[1:]) for found in part for n in found.trained] for part in parts]
         return [own if place == self.part else values for place, values in enumerate(zeros)]
 
 
@@ -283,6 +303,8 @@ def _play_rl(options: RLOptions, device: Device, world: World, meter: PhaseMeter
     # Rewards that are no models take no memory of the device.
     nothing: dict[str, Any] = dict.fromkeys(("reward_func", "remote_rm_url", "reward_verifier"))
     options = dataclasses.replace(options, **nothing)
+    check_context(fake_policy(options), options, supposed(options).rows.prompt)
+    options, _ = with_planned_micro_batches(options, device, world, lambda: supposed(options))
     stop = StopRequest()
     host = RoleHost(options, make_units_in_processes(options, world.size), mesh_of, device, world, stop)
     for unit in list(host.units):
@@ -294,15 +316,23 @@ def _play_rl(options: RLOptions, device: Device, world: World, meter: PhaseMeter
             trainer.schedule(steps=STEPS)
             meter.around(trainer, "share", "forward", "backward")
             meter.around(trainer.optimizer, "step", "optimizer")
-    experience = _random_experience(options)
-    batcher = MicroBatcher(options, larger_scoring=device.is_accelerator)
+    experience, text = _random_experience(options), None
+    if options.pretrain_data:
+        row = np.arange(supposed(options).rows.longest) > 0
+        text = TextMixture(_random_tokens(options, STEPS * options.train_batch_size, row), options)
+    batcher = MicroBatcher(options, larger_scoring=device.is_accelerator, text=text)
+    teaching = None
+    if options.is_taught:
+        teaching = Teaching(options, batcher, None)
+        teaching.use(groups["actor"], groups.get("teacher"))
+        meter.around(teaching, "states", "scoring")
     policy = host.roles["actor"].model if "actor" in host.roles else None
     meter.enter("rollout")
-    kept = _engine(policy, options, device, groups["actor"].size) if policy is not None else None
+    kept = _engine(policy, options, device, groups["rollouts"].size) if policy is not None else None
     meter.enter("scoring")
     meter.seconds.clear()
     traffic.clear()
-    _score(experience, options, device, groups, host, batcher)
+    _score(experience, options, device, groups, batcher, teaching)
     meter.enter("scoring")
     scored = RehearsedStep(meter.seconds.copy(), Counter(traffic))
     for name in ("advantages_N", "returns_N"):
@@ -315,7 +345,8 @@ def _play_rl(options: RLOptions, device: Device, world: World, meter: PhaseMeter
             if "critic" in groups:
                 parts, totals = batcher.critic_update(groups["critic"], experience, samples)
                 batcher.send(groups["critic"], "update", parts, totals=totals, step=number)
-            parts, totals = batcher.policy_update(groups["actor"], experience, samples, number)
+            teacher_ND = None if teaching is None else teaching.states(experience, samples)
+            parts, totals = batcher.policy_update(groups["actor"], experience, samples, number, teacher_ND)
             settings = {"totals": totals, "step": number, "kl_coefficient": options.init_kl_coef}
             batcher.send(groups["actor"], "update", parts, **settings)
     # Scoring is done once an iteration; a step has its share of it.
@@ -331,8 +362,7 @@ def _play_rl(options: RLOptions, device: Device, world: World, meter: PhaseMeter
 
 def _random_experience(options: RLOptions) -> Experience:
     """An iteration's experience with prompts and answers of the maximum length."""
-    work, random = supposed(options).rows, np.random.default_rng(0)
-    vocabulary = fake_policy(options).config.get_text_config().vocab_size
+    work, random, vocabulary = supposed(options).rows, np.random.default_rng(0), _vocabulary(options)
     rollouts = []
     for prompt in range(options.rollout_batch_size):
         ids = random.integers(0, vocabulary, work.prompt).tolist()
@@ -345,17 +375,25 @@ def _random_experience(options: RLOptions) -> Experience:
 
 
 def _engine(policy: Policy, options: RLOptions, device: Device, parts: int) -> Any:
-    """Allocate the built-in engine's memory and run one prefill; returns the KV cache if it outlives the rollout."""
+    """Allocate the built-in engine's memory and run one prefill; returns what of it outlives the rollout."""
     rows = supposed(options).rows
     prompts = -(-options.prompts_under_way // parts)
     slots = min(options.rollout_slots, prompts * options.n_samples_per_prompt)
+
+    def allocated(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=device.torch).fill_(1)
+
     with gathered(policy), scoring(policy):
         memory, free = EngineMemory(policy, options.rollout_kv_tokens), free_memory(device.torch)
-        size = memory.keys_and_values(slots, rows.longest, free)
-        cache = torch.empty(size, dtype=torch.uint8, device=device.torch).fill_(1)
+        states = slots * memory.state_bytes
+        size = memory.keys_and_values(slots, rows.longest, max(0, free - states))
+        cache, of_prompts = allocated(size + states), allocated(states)
         read = RowShape(rows.prompt, 1).examples(max(1, min(memory.max_num_batched_tokens, prompts * rows.prompt)))
         policy(TokenBatch.of(*read).to(device.torch))
-    return cache if size <= free - size else None
+        del of_prompts
+        # Of the logits, while tokens are sampled.
+        allocated(sampling_bytes(slots, policy.config.get_text_config().vocab_size, options))
+    return cache if size + states <= free - size - states else None
 
 
 def _score(
@@ -363,25 +401,29 @@ def _score(
     options: RLOptions,
     device: Device,
     groups: dict[str, PlayedGroup],
-    host: RoleHost,
     batcher: MicroBatcher,
+    teaching: Teaching | None,
 ) -> None:
     """The scoring passes of an iteration, in the loop's order."""
-    there = {name: name in groups for name in ("reference", "teacher")}
+    if (scorer := groups.get("reward")) is not None and scorer.role is not None:
+        samples, length = range(len(experience))[scorer.part :: scorer.size], supposed(options).rows.longest
+        for reward, _ in scorer.role.rewards:
+            ids, places = np.zeros(length, dtype=np.int64), np.arange(length)
+            ends = (places + 1) % min(STEP_TOKENS, length) == 0
+            reward.run(reward.model, [ids] * len(samples), [ends] * len(samples))
+    there = {"reference": "reference" in groups, "teacher": options.is_taught and not options.teaches_vocabulary}
     leaves_kl = options.leaves_kl_to_update(accelerator=device.is_accelerator)
     exact = not (options.bf16 or options.weight_only_int8 or options.uses_vllm)
     if not exact and options.scores_old_policy(**there, leaves_kl=leaves_kl):
         batcher.fill(experience, "old_N", groups["actor"], "log_probs")
-    for name in ("reference", "teacher"):
-        if there[name]:
-            batcher.fill(experience, f"{name}_N", groups[name], "log_probs")
+    if "reference" in groups:
+        batcher.fill(experience, "reference_N", groups["reference"], "log_probs")
+    if teaching is not None:
+        teaching.score(experience)
     if "critic" in groups:
         batcher.fill(experience, "values_N", groups["critic"], "values")
-    for reward, _ in host.roles["reward"].rewards if "reward" in host.roles else ():
-        own = make_slice(experience, [list(range(min(len(experience), options.micro_rollout_batch_size)))])
-        with reward.keeping.at_work(reward.model):
-            for batch in batches_of([own]):
-                reward.model(batch.to(device.torch))
+        if options.bootstrap_truncated:
+            batcher.fill(experience, "after_N", groups["critic"], "values", experience.cut_off_S, after=True)
 
 
 # ---- the report
@@ -406,7 +448,7 @@ class Rehearsal:
         # The first step allocates the optimizer's state, and compiles kernels.
         self.step = min(self.steps[1:], key=lambda step: sum(step.seconds.values()))
         size = self.options.processes
-        self.machines, self.split = _machines(self.device, size), Split.of(self.options, size)
+        self.machines, self.split = _machines(self.device, size), Split.of(self.options, self.options.policy_processes)
         self.hardware = self.machines.hardware
         self.arithmetic = sum(self.step.seconds.values())
 

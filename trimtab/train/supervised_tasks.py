@@ -159,7 +159,7 @@ def precomputed(reference: FrozenScorer, task: SupervisedTask, store: Any) -> np
     how = f"{reference.precision}/{reference.model.path}/{reference.device.torch.type}"
     key = f"{reference.weights}/{store.fingerprint}/{how}"
     name = f"reference-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
-    cached = load_cached(name)
+    cached = load_cached(name) if task.caches else None
     if not task.mesh.all.any(cached is None):  # processes that share rows or a model must score together
         assert cached is not None
         return cached[0]["log_probs"]
@@ -171,7 +171,8 @@ def precomputed(reference: FrozenScorer, task: SupervisedTask, store: Any) -> np
             values = sequence_log_probs(model, batch).view(len(samples), -1).cpu().numpy()
             found.update(zip(samples, values))
     table = np.stack([found[i] for i in range(len(store))])
-    save_cached(name, {"log_probs": table}, {})
+    if task.caches:
+        save_cached(name, {"log_probs": table}, {})
     return table
 
 

@@ -40,6 +40,7 @@ class SupervisedTask:
     trains_answers = False  # whether the trained tokens are the answers of the rows
     scores_model = False  # whether every step also runs the model without gradients
     padded = False  # the model takes padded rows, whose memory a token budget would not bound
+    caches = True  # what is computed once of all samples is kept on disk
 
     def __init__(self, options: SupervisedOptions, tokenizer: PreTrainedTokenizerBase):
         self.micro_batch_limit = MicroBatchLimit()

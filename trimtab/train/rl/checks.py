@@ -121,16 +121,7 @@ def check_shares(options: RLOptions, units: Iterable[Unit]) -> None:
 def check_model(model: PackedModel, options: RLOptions, stores: dict[str, PromptDataset]) -> None:
     """Refuse a model that this job cannot train."""
     config, name = model.config.get_text_config(), type(model.inner).__name__
-    prompt = max(int(store.lengths.max()) for store in stores.values())
-    longest = prompt + options.generate_max_len
-    room = generated_context(model.config)
-    if options.plays:
-        check_episodes(options, room, name)
-    elif room is not None and longest > room:
-        raise UserError(
-            f"--generate_max_len {options.generate_max_len}: with the longest prompt that is {longest} tokens, but "
-            f"{name} has {context_in_words(model.config)}; lower it, or --prompt_max_len"
-        )
+    check_context(model, options, max(int(store.lengths.max()) for store in stores.values()))
     largest = max(int(store.largest_token) for store in stores.values())
     if largest >= config.vocab_size:
         raise UserError(
@@ -139,6 +130,18 @@ def check_model(model: PackedModel, options: RLOptions, stores: dict[str, Prompt
         )
     if options.aux_loss_coef > 0 and not hasattr(model.config, "num_experts_per_tok"):
         raise UserError(f"--aux_loss_coef {options.aux_loss_coef}: {name} has no experts; drop it")
+
+
+def check_context(model: PackedModel, options: RLOptions, prompt: int) -> None:
+    """Refuse answers to a prompt of this many tokens that are longer than the model's context."""
+    room, name, longest = generated_context(model.config), type(model.inner).__name__, prompt + options.generate_max_len
+    if options.plays:
+        check_episodes(options, room, name)
+    elif room is not None and longest > room:
+        raise UserError(
+            f"--generate_max_len {options.generate_max_len}: with the longest prompt that is {longest} tokens, but "
+            f"{name} has {context_in_words(model.config)}; lower it, or --prompt_max_len"
+        )
 
 
 def check_episodes(options: RLOptions, room: int | None, name: str) -> None:
