@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,6 +106,18 @@ def test_without_room_check_says_what_it_left_out(job, tmp_path):
 
 
 # ---- one process
+
+
+@pytest.mark.parametrize("packed, size, tried", [(False, 4, 4), (False, 3, 3), (False, 1, 2), (True, 60, 2)])
+def test_a_row_of_the_trial_is_no_longer_than_the_runs_but_of_two_samples(
+    job, monkeypatch, capsys, packed, size, tried
+):
+    """All samples are of the same length, 24 tokens with the template."""
+    flag = f"--packing_samples --train_max_tokens_per_gpu {size}" if packed else f"--micro_train_batch_size {size}"
+    monkeypatch.setattr(proof, "SECONDS", 600.0)
+    monkeypatch.setattr(SFTTask, "lengths", lambda self, store: np.full(len(store), 24))
+    assert main(["check", *job("out", "--train_batch_size 12", flag)]) == 0
+    assert f"the gradient of {tried} samples" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -49,7 +49,11 @@ def prove_supervised(run: Any) -> None:
     options, task, order = run.options, run.task, run.order
     proof, lengths = Proof(options, run.mesh.world.say, run.mesh.all.any), task.lengths(task.store)
     proof.run(data_checks(task, run.tokenizer))
-    samples = sorted(order.step_samples(0), key=lambda i: int(lengths[i]))[:SAMPLES]
+    step = order.step_samples(0)
+    samples = sorted(step, key=lambda i: int(lengths[i]))[:SAMPLES]
+    most = max(int(lengths[part].sum()) for part in task.cut(task.store, step))
+    while len(samples) > 2 and lengths[samples].sum() > most:  # a row needs no more memory than the run's
+        samples.pop()
     if names := [name for name in TRIALS if options.wants_check(name)]:
         planned = order.steps * order.batch_size * float(lengths.mean()) / float(lengths[samples].sum())
         try:
