@@ -102,6 +102,9 @@ class Captured:
     def state_rows(self, samples: int) -> int:
         return 0
 
+    def state_sequences(self, samples: int) -> int:
+        return 0
+
     def decode_graphs(self, cache, sampling: SamplingParams, longest: int) -> DecodeGraphs:
         if self.decodes is None:
             self.decodes = MadeUpGraphs(
