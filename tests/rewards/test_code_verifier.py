@@ -50,6 +50,11 @@ MBPP = [  # programs, tests, and the share that plain Python says passes
     ("def f(x): return x / 0", ["assert f(1) == 0", "assert f == f"]),
     ("def f(x): return complex(x, 1), b'x', float('inf')", ["assert f(1) == (1 + 1j, b'x', float('inf'))"]),
     ("x = [1", ["assert True"]),
+    ("def tokenize(x): return x.split()", ["assert tokenize('a b') == ['a', 'b']"]),  # named like modules
+    ("def f(n): return n", ["for nt in [1, 2]: assert f(nt) == nt", "queue = [3]\nassert f(queue).pop() == 3"]),
+    ("def f(n): return n", ["assert f(msvcrt.x) == 1", "assert f(this.s) == 1", "assert f(1) == 1"]),
+    ("import math\ndef f(n): return -math.factorial(n)", ["assert f(2000) == -math.factorial(2000)"]),
+    ("def f(n): return n % 10", ["assert f(10**5000 + 7) == 7"]),
     ("TABLE = {1: 2}", ["assert TABLE[1] == 2"]),
     ("def f(a): return a", ["def check(c):\n    assert c(3) == 3\n    assert c('é') == 'é'\ncheck(f)"]),
 ]
@@ -88,6 +93,18 @@ def test_calls_of_apps(verifier):
 
 
 APPS = {"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [[2, 1], [[12, 1]]]}
+
+
+def test_functions_named_like_modules_and_numbers_that_are_infinite(verifier):
+    named = {"fn_name": "numbers", "inputs": [[1]], "outputs": [2]}
+    infinite = '{"fn_name": "f", "inputs": [[Infinity], [1]], "outputs": [-Infinity, -1]}'
+    answers = ["def numbers(a): return 2 * a", "def f(a): return -a"]
+    assert score(verifier, answers, [named, infinite]) == [1.0, 1.0]
+
+
+def test_imports_of_a_label_may_be_a_text(verifier):
+    label = {"test_imports": "import math", "test_setup_code": ["x = 4"], "test_list": ["assert f(x) == math.sqrt(x)"]}
+    assert score(verifier, ["def f(x): return x ** 0.5"], [label]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +155,8 @@ def test_the_program_is_the_last_fenced_block_or_the_whole():
         ("[]", "no list of tests"),
         ("3", "no list of tests"),
         ('{"inputs": [1]}', "neither test_list nor inputs"),
+        ('{"test_imports": 3, "test_list": ["assert f(1)"]}', "test_imports of the label is neither a text nor a list"),
+        ('{"test_setup_code": [3], "test_list": ["assert f(1)"]}', "test_setup_code of the label is neither"),
         ('["f(1)"]', "asserts nothing"),
         ('["assert ("]', "not Python"),
         ('[{"input": "x"}]', "neither an assert nor"),

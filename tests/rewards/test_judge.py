@@ -58,6 +58,12 @@ def test_a_template_is_filled_in_at_once(tmp_path):
     [
         ("Score: 3, no: score = 4", {}, 0.4),
         ("**Score:** 2.5", {}, 0.25),
+        ("Score: -1", {"judge_range": (-1.0, 1.0)}, 0.0),
+        ("score=-.5 and Score: \u22120.5", {"judge_range": (-1.0, 1.0)}, 0.25),
+        ("Score - 7", {}, 0.7),
+        ("Score: .5", {}, 0.05),
+        ("**Score** (0-10): 7", {}, 0.7),
+        ("Score (7)", {}, 0.7),
         ("[[2]] or rather [[-1]]", {"judge_pattern": r"\[\[(-?\d)\]\]", "judge_range": (-2.0, 2.0)}, 0.25),
         ("yes 7", {"judge_pattern": r"\d"}, 0.7),
     ],
@@ -71,6 +77,7 @@ def test_the_last_match_is_the_score(reply, options, reward):
     "answer, words, times",
     [
         ((200, completion("Score: 11")), "no score from 0 to 10", 2),
+        ((200, completion("Score: -3")), "no score from 0 to 10", 2),
         ((200, completion("I cannot say")), "no score from 0 to 10 in the reply that ends 'I cannot say'", 2),
         ((200, b"<html>"), "not JSON", 2),
         ((200, {"error": "?"}), "no chat completion", 2),

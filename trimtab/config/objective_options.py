@@ -7,11 +7,12 @@ together.
 
 import json
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from trimtab.config.data_options import check_function, listed
 from trimtab.config.option import Options, option, required
@@ -388,7 +389,7 @@ class JudgeOptions(Options):
     judge_concurrency: int = option(16, at_least=1, needs="judge")
     """Requests to the judge at once, in each process."""
     judge_retries: int = option(5, at_least=0, needs="judge")
-    """How often a request that failed is sent again, after pauses of 1, 2, 4 seconds and so on up to 30."""
+    """How often a request that failed is sent again, after pauses of 2.5, 5, 10 seconds and so on up to 30."""
     judge_cache: str | None = option(None, needs="judge")
     """File that keeps the judge's replies; unset: judge.jsonl in --save_path."""
     max_failed_rewards: float | None = option(None, at_least=0, at_most=1)
@@ -415,8 +416,8 @@ class JudgeOptions(Options):
         if self.judge_key_variable and not os.environ.get(self.judge_key_variable):
             raise UserError(f"--judge_key_variable {self.judge_key_variable}: this variable is not set; export it")
         try:
-            re.compile(self.judge_pattern or "")
-        except re.error as error:
+            regex.compile(self.judge_pattern or "")
+        except regex.error as error:
             raise UserError(f"--judge_pattern {self.judge_pattern}: not a regular expression ({error})") from error
         self.judge_request  # noqa: B018 (it refuses what is no JSON object)
         return ()

@@ -217,6 +217,7 @@ class HTTPReward:
         often a part is asked for; `pause`: seconds before the second attempt. `tolerant`: samples whose requests all
         fail are in the result's `failed`; otherwise the run stops."""
         self.timeout, self.attempts, self.pause, self.tolerant = timeout, attempts, pause, tolerant
+        self.slowest = 0.0  # seconds of a request that was answered
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         # A proxy named by the environment is not for servers on this machine.
         certificates = httpx.create_ssl_context()
@@ -269,7 +270,9 @@ class HTTPReward:
                 began = self._loop.time()
                 try:
                     async with asyncio.timeout(self.timeout):
-                        return await ask(address)
+                        reply = await ask(address)
+                    self.slowest = max(self.slowest, self._loop.time() - began)
+                    return reply
                 except TimeoutError:
                     failures.append(f"{address.shown}: timed out, no whole reply in {self.timeout:g} s")
                 except (httpx.HTTPError, RewardFailed, ProtocolError) as error:

@@ -35,6 +35,7 @@ from trimtab.sandbox.program_server import decode, encode
 FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 SURROGATE = re.compile("[\ud800-\udfff]")
 CALL = """
+from math import inf, nan
 try:
     call = Solution().{name}
 except (NameError, AttributeError):
@@ -88,15 +89,21 @@ def read_tests(label: Any) -> list[CodeTest]:
 
 def _of_columns(label: dict[str, Any]) -> Iterator[Any]:
     if isinstance(tests := label.get("test_list"), list):
-        setup = "\n".join([*(label.get("test_imports") or []), label.get("test_setup_code") or ""])
-        yield from (f"{setup}\n{test}" for test in tests)
+        setup: list[str] = []
+        for name in ("test_imports", "test_setup_code"):
+            lines = label.get(name) or []
+            lines = [lines] if isinstance(lines, str) else lines
+            if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+                raise BadSample(f"{name} of the label is neither a text nor a list of texts: {lines!r:.80}")
+            setup += lines
+        yield from ("\n".join([*setup, str(test)]) for test in tests)
         return
-    inputs, outputs, name = label.get("inputs"), label.get("outputs"), label.get("fn_name")
+    inputs, outputs, function = label.get("inputs"), label.get("outputs"), label.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise BadSample(f"the label has neither test_list nor inputs with as many outputs: {label!r:.80}")
     for given, expected in zip(inputs, outputs):
-        if name:
-            yield CALL.format(name=name, given=given, expected=expected)
+        if function:
+            yield CALL.format(name=function, given=given, expected=expected)
         else:
             yield {"input": given, "output": expected}
 
@@ -170,6 +177,17 @@ def _names(codes: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _modules(code: str) -> set[str]:
+    """Modules of the standard library that a test uses without importing them. A name that is called is the program's:
+    no module can be, though some are named like functions."""
+    nodes = list(ast.walk(ast.parse(code)))
+    found = {n.value.id for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
+    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    bound = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    return found & sys.stdlib_module_names - called - bound - {"this", "antigravity"}  # which do more than define
+
+
 def _same_output(printed: bytes | None, expected: str) -> bool:
     if printed is None:
         return False
@@ -208,14 +226,12 @@ class RemoteModule:
     def passes(self, code: str, seconds: float) -> bool:
         """Whether a test runs to its end, in a new namespace."""
         self._deadline = time.monotonic() + seconds
-        names = _names([code])
-        used = [name for name in names if name in self.names]
+        used = [name for name in _names([code]) if name in self.names]
         # A program may define `sum` and its tests call it, but not `set` for tests of another function.
         own = [name for name in used if not hasattr(builtins, name)] or used
-        modules = {name for name in names if name in sys.stdlib_module_names}
-        space: dict[str, Any] = {"__name__": "tests"} | {name: importlib.import_module(name) for name in modules}
-        space |= {name: self.names[name] for name in own if name not in modules}
         try:
+            modules = {name: importlib.import_module(name) for name in _modules(code)}
+            space = {"__name__": "tests"} | {name: self.names[name] for name in own} | modules
             exec(compile(code, "test", "exec"), space)
         except BaseException:
             return False

@@ -204,13 +204,14 @@ class PromptFunction(FunctionReward):
 
     def prompts(self, request: RewardRequest) -> list[Any]:
         """A text, a list of messages or None for each sample."""
-        what, count = f"{self.file}: {self.name}", len(request)
+        what, count, found = f"{self.file}: {self.name}", len(request), list[Any]()
         try:
-            found = list(self._answers(request, 1 if self.batched else count))
+            found.extend(self._answers(request, 1 if self.batched else count))
         except CallTimeout as error:
             raise RewardFailed(f"{what} was ended: a call may take {self.seconds:g} s (--reward_timeout)") from error
         except SandboxError as error:
-            raise self._located(request, error) from error
+            located = self._located(request, error) if self.batched else self._failed(request, len(found), error)
+            raise located from error
         prompts = found[0] if self.batched else found
         if not isinstance(prompts, list) or len(prompts) != count:
             raise RewardFailed(f"{what}: a list of {count} prompts is needed, one for each sample")

@@ -43,7 +43,8 @@ from trimtab.rewards.verifiers import SEARCH_SECONDS
 from trimtab.sandbox.process import Waiter
 
 FIELDS = re.compile(r"\{(prompt|response|label|rubric)\}")
-SCORE = r"(?i)score\W{0,5}(-?[0-9]+(?:\.[0-9]+)?)"
+# Also "Score (0-10): 7" and "**Score** - 7"; the separator is as short as can be, so that a sign is the number's.
+SCORE = r"(?i)score(?:[ *]*\([^)]*\))?\W{0,6}?([-+\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))"
 ATTEMPTS_AT_START, SECONDS_AT_START = 3, 10.0
 TOKEN_LOGS = ("prompt_tokens", "completion_tokens")
 
@@ -168,7 +169,8 @@ class JudgeReward(HTTPReward):
         low, high = self._range
         try:
             *_, found = [None, *list(self._pattern.finditer(reply, timeout=SEARCH_SECONDS))]
-            number = float(found.group(1 if self._pattern.groups else 0)) if found else None
+            text = found.group(1 if self._pattern.groups else 0) if found else None
+            number = None if text is None else float(text.replace("\u2212", "-"))  # a minus sign that is no hyphen
         except (TimeoutError, ValueError, TypeError):
             return None
         return (number - low) / (high - low) if number is not None and low <= number <= high else None
@@ -184,7 +186,8 @@ class JudgeReward(HTTPReward):
         if "failed" in entry:
             raise RewardFailed(entry["failed"])
         reward = self.score(entry["text"])
-        assert reward is not None, "it was read when it came"
+        if reward is None:  # it was read when it came, and took too long now
+            raise RewardFailed(f"--judge_pattern takes more than {SEARCH_SECONDS:g} s to find a score in a reply")
         return RewardResult([reward], logs={name: [float(entry[name])] for name in (*TOKEN_LOGS, "seconds")})
 
     async def _once(self, key: str, body: dict[str, Any], rows: range, number: int) -> dict[str, Any]:

@@ -17,6 +17,8 @@ VIEWS: tuple = (type({}.keys()), type({}.values()), type({}.items()))
 
 def encode(value, refer):
     """A value as JSON. `refer`: gives the number of an object that is no plain data."""
+    if type(value) is int and value.bit_length() > 64:  # decimal digits are limited
+        return {"kind": "int", "value": hex(value)}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if hasattr(value, "tolist") and callable(value.tolist) and not isinstance(value, type):
@@ -50,6 +52,8 @@ def decode(value, find):
         return bytes.fromhex(inner)
     if kind == "complex":
         return complex(*inner)
+    if kind == "int":
+        return int(inner, 16)
     items = [decode(one, find) for one in inner] if kind != "dict" else []
     if kind == "dict":
         return {decode(a, find): decode(b, find) for a, b in inner}
