@@ -13,13 +13,14 @@ TOKEN = "hf_stand_in"
 
 class HubStandin:
     """`files`: content by repository and path; `private`: whether each repository is; `asked`: every request;
-    `broken`: the beginning of paths at which it fails."""
+    `broken`: the beginning of paths at which it fails; `role`: of the token."""
 
     def __init__(self) -> None:
         self.files: dict[str, dict[str, bytes]] = {}
         self.private: dict[str, bool] = {}
         self.asked: list[str] = []
         self.broken: str | None = None
+        self.role = "write"
         self.large: dict[str, bytes] = {}
         self.url = ""
 
@@ -33,7 +34,7 @@ class HubStandin:
         if self.broken and path.startswith(self.broken):
             return 507, {"error": "no room on the hub"}
         if path == "/api/whoami-v2":
-            return 200, {"name": "me", "type": "user"}
+            return 200, {"name": "me", "type": "user", "auth": {"accessToken": {"role": self.role}}}
         if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
         if path == "/api/repos/create":

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.cli.conftest import write_rows
 from tests.cli.test_every_verb import OUT, RL, SUPERVISED
 from tests.command import run
-from tests.hub_standin import hub_standin
+from tests.hub_standin import TOKEN, hub_standin
 from trimtab import __version__, job
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parser import parse
@@ -50,6 +50,20 @@ def test_a_model_is_uploaded_with_its_card_and_nothing_else_of_the_run(hub, plac
     loss = json.loads((place / "out/metrics.jsonl").read_text().splitlines()[-1])["loss"]
     assert f"| loss | {loss:.3g}"[:12] in text
     assert "names none" in text
+
+
+def test_of_other_files_in_the_folder_only_the_models_code_is_uploaded(hub, place, capsys):
+    run(capsys, SFT).said  # noqa: B018
+    code = {"modeling_it.py": "from .parts import Part", "parts.py": "Part = 1"}
+    private = dict.fromkeys(("train_script.py", "secret_config.json", "vocab_private.txt", "tokenizer.py", "x.txt"), "")
+    for name, text in (code | private).items():
+        (place / "out" / name).write_text(text)
+    config = json.loads((place / "out/config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_it.It", "AutoConfig": "other/repo--configuration.It"}
+    (place / "out/config.json").write_text(json.dumps(config))
+    run(capsys, "push out me/sorter").said  # noqa: B018
+    files = hub.files["me/sorter"].keys()
+    assert {*code, "config.json", "model.safetensors"} < files and not private.keys() & files
 
 
 def test_an_adapter_is_uploaded_with_the_licence_of_its_base(hub, place, capsys):
@@ -102,9 +116,12 @@ def test_without_a_token_or_with_a_wrong_one_nothing_is_trained(hub, refused_ali
     words = [*shlex.split(SFT)[1:], "--push_to_hub", "me/sorter"]
     monkeypatch.setenv("HF_TOKEN", "wrong")
     assert "refuses the token" in refused_alike("sft", *words, dry=False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.role = "read"
+    assert "may only read" in refused_alike("sft", *words, dry=False)
     monkeypatch.delenv("HF_TOKEN")
     assert "needs a token" in refused_alike("sft", *words)
-    assert hub.asked == ["GET /api/whoami-v2"] and not hub.files
+    assert hub.asked == ["GET /api/whoami-v2"] * 2 and not hub.files
 
 
 def test_a_hub_that_does_not_answer_is_said_before_training(hub, refused_alike, monkeypatch):

@@ -30,6 +30,8 @@ def card_of(folder, base=None) -> str:
         ("reward_func", "/home/secret/rewards.py:score", "rewards.py:score"),
         ("judge", "http://internal:8000/v1,https://internal/secret", "(an address),(an address)"),
         ("remote_rm_url", "http://internal:8000/get_reward", "(an address)"),
+        ("judge", "10.0.0.5:6379,internal.example:80/v1", "(an address),(an address)"),
+        ("reward_verifier", "gsm8k:1,format:0.2", "gsm8k:1,format:0.2"),
     ],
 )
 def test_paths_are_last_names_and_addresses_are_not_shown(name, value, shown, tmp_path, monkeypatch):

@@ -107,14 +107,26 @@ def hub_or_cache() -> Iterator[bool]:
 
 # Nothing else of a run: its answers and rollouts may be private.
 UPLOADED: tuple[str, ...] = (
-    "README.md",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*config.json",
-    "tokenizer*",
-    "chat_template*",
+    *("README.md", "rewards.json", "config.json", "generation_config.json", "adapter_config.json"),
+    *("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json", "*.model", "*.tiktoken"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
 )
-UPLOADED += ("special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "rewards.json", "*.py")
+
+
+def code_files(folder: Path) -> list[str]:
+    """Files with code that the model or its tokenizer names, and what these import."""
+    found: set[str] = set()
+    for name in ("config.json", "tokenizer_config.json"):
+        classes = read_json(folder / name, "push").get("auto_map") if (folder / name).exists() else None
+        for value in classes.values() if isinstance(classes, dict) else ():
+            for one in value if isinstance(value, list) else [value]:
+                file = folder / f"{str(one).partition('.')[0]}.py"  # else it is another repository's
+                if file.is_file():
+                    from transformers.dynamic_module_utils import get_relative_import_files
+
+                    found |= {file.name, *(Path(other).name for other in get_relative_import_files(file))}
+    return sorted(found)
 
 
 def check_push(repo: str, flag: str, *, ask: bool = True) -> None:
@@ -132,12 +144,14 @@ def check_push(repo: str, flag: str, *, ask: bool = True) -> None:
     if not ask:
         return
     try:
-        HfApi().whoami()
+        token = (HfApi().whoami().get("auth") or {}).get("accessToken") or {}
     except Exception as error:  # HTTP libraries change
         refused = "refuses the token" if isinstance(error, HfHubHTTPError) else "does not answer"
         raise UserError(
             f"{flag} {repo}: the hub {refused} ({first_line(error)}): hf auth login, or upload later"
         ) from None
+    if token.get("role") == "read":
+        raise UserError(f"{flag} {repo}: the token may only read: hf auth login with one that may write")
 
 
 def push_folder(folder: Path, repo: str, *, private: bool) -> str:
@@ -145,7 +159,7 @@ def push_folder(folder: Path, repo: str, *, private: bool) -> str:
     from huggingface_hub import HfApi
 
     made = HfApi().create_repo(repo, private=private, exist_ok=True)
-    how: dict[str, Any] = {"allow_patterns": list(UPLOADED), "ignore_patterns": ["*/*"]}
+    how: dict[str, Any] = {"allow_patterns": [*UPLOADED, *code_files(folder)], "ignore_patterns": ["*/*"]}
     if (folder / ADAPTER).exists():
         described = read_json(folder / ADAPTER, "push")
         base = str(described.get("base_model_name_or_path") or "")

@@ -17,6 +17,7 @@ LICENCE = ("license", "license_name", "license_link")
 KINDS = {"rm": "text-classification", "prm": "token-classification"}  # the hub's names; all others generate text
 PART = re.compile(r"[^@:]+")
 LOCAL = re.compile(r"[/.~]|.*/.*/|.*/.*\.(py|jsonl?|csv|parquet|arrow|txt|ya?ml)$")  # hub names are OWNER/NAME
+ADDRESS = re.compile(r".*://.*|(localhost|[\w-]+(\.[\w-]+)+):\d+(/.*)?")
 LOSSES = ("loss", "eval_loss", "eval_accuracy")
 
 
@@ -69,7 +70,7 @@ def _public(value: Any) -> Any:
         return [_public(one) for one in value]
     if not isinstance(value, str):
         return value
-    return ",".join("(an address)" if "://" in one else PART.sub(_last_name, one) for one in value.split(","))
+    return ",".join("(an address)" if ADDRESS.fullmatch(one) else PART.sub(_last_name, one) for one in value.split(","))
 
 
 def _last_name(found: re.Match[str]) -> str:
