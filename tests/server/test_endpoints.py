@@ -236,6 +236,8 @@ def test_a_likeliest_token_of_a_prompt_is_known_by_its_log_prob(server):
     log_probs, likely = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
     assert [own == max(top.values()) for own, top in zip(log_probs[-20:], likely[-20:])] == [True] * 20
     assert drawn.status_code == 200 and len(choice["logprobs"]["tokens"]) == len(ids)
+    echoed = server.post("/v1/completions", prompt="what", echo=True, max_tokens=0).json()
+    assert echoed["choices"][0]["text"] == "what" and echoed["choices"][0]["logprobs"] is None
     whole = server.post("/v1/completions", prompt=[5] * CONTEXT, echo=True, logprobs=0, max_tokens=0).json()
     assert len(whole["choices"][0]["logprobs"]["token_logprobs"]) == CONTEXT
     assert whole["usage"]["completion_tokens"] == 0 and whole["choices"][0]["logprobs"]["top_logprobs"] is None

@@ -197,7 +197,10 @@ def _request_params(
         longest = most if longest is None else min(longest, most)
     sampling = _sampling(fields, defaults, alternatives)
     return RequestParams(
-        sampling=dataclasses.replace(sampling, prompt_log_probs=alternatives) if echo and log_probs else sampling,
+        # Without new tokens only the prompt is read, which the engine does for its log-probs.
+        sampling=dataclasses.replace(sampling, prompt_log_probs=alternatives)
+        if echo and (log_probs or longest == 0)
+        else sampling,
         limit=longest,
         seed=fields.optional_integer("seed", -(2**63)),
         answers=fields.integer("n", 1, 1, MOST_ANSWERS),
