@@ -283,6 +283,19 @@ def fails(prompts, completions, **columns):
     return [prompt[9] for prompt in prompts]
 
 
+def mute(prompts, completions, **columns):
+    return [[""] for _ in prompts]
+
+
+def roleless(prompts, completions, **columns):
+    return [None] * 3 + [[{"content": "?"}] for _ in prompts[3:]]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    compute_score.calls = getattr(compute_score, "calls", 0) + 1
+    return [][0] if compute_score.calls > 5 else None
+
+
 def long(prompts, completions, **columns):
     return [[{"role": "user", "content": "1" * 5000}] for _ in prompts]
 """
@@ -449,12 +462,16 @@ def spoilt(taught):
         ("short", "short: a list of 16 prompts is needed"),
         ("fails", "fails failed on"),
         ("long", "tokens, with --generate_max_len"),
+        ("mute", "prompts.jsonl, line 4 is empty: return None"),
+        ("roleless", "prompts.jsonl, line 4: message 1 of column"),
+        ("compute_score", "failed on row "),
     ],
 )
 def test_a_function_that_fails_stops_the_run_in_one_line(taught, tmp_path, name, said):
     words = f"--teacher_prompt_func {{0}}/hints.py:{name} --teacher_divergence jsd"
     printed = warm.output(words_of(taught, tmp_path, words, rewarded=True), 1)
     assert said in printed and "Traceback" not in printed
+    assert "--load_checkpoint" in printed, "nothing of the run is lost"
 
 
 def test_the_teachers_context_must_hold_the_longest_episode():

@@ -169,6 +169,11 @@ class Controller:
             elif self.options.use_dynamic_batch:  # False in a run resumed from a version without it
                 self.world.say(default_line(self.options))
         options = self.options
+        if options.teaches_vocabulary and actor["path"] == "logits":
+            raise UserError(
+                f"--teacher_divergence {options.teacher_divergence}: the LM head of --pretrain {options.pretrain} "
+                "cannot be read; use sampled"
+            )
         fewer = {name: group for name, group in groups.items() if len(group.ranks) < self.world.size}
         if fewer and not options.ray:
             counts = (f"{name} in {len(group.ranks)}" for name, group in fewer.items())

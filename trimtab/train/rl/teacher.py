@@ -77,14 +77,25 @@ class TeacherPrompts:
         request.columns["rewards"] = experience.rewards_S.tolist()
         renderer = PromptRenderer("prompt", ["prompt", "tools"], self.tokenizer, self.settings, "teacher")
         found: list[list[int]] = [[] for _ in rows]
-        for i, prompt in enumerate(function.prompts(request)):
+        try:
+            prompts = function.prompts(request)
+        except RewardFailed as error:
+            if error.row is None:
+                raise
+            raise RewardFailed(f"{error}; its prompt stands in {self.store.place(rows[error.row])}") from error
+        for i, prompt in enumerate(prompts):
             if prompt:
+                where = f"{function.file}: {function.name}: a prompt for {self.store.place(rows[i])}"
                 row = {"prompt": prompt, "tools": request.columns.get("tools", [None] * len(rows))[i]}
-                rendering = renderer.render(row, f"{function.file}: prompt {i}")
-                ((ids, _),) = tokenize_renderings([rendering] if rendering else [], self.tokenizer)
+                try:
+                    rendering = renderer.render(row, where)
+                except UserError as error:  # a failure like any other of a function, so that the run is saved
+                    raise RewardFailed(str(error)) from error
+                if rendering is None:
+                    raise RewardFailed(f"{where} is empty: return None for the policy's own")
+                ((ids, _),) = tokenize_renderings([rendering], self.tokenizer)
                 if problem := self._too_long(len(ids), len(prompt_ids[i])):
-                    where = f"a prompt for {self.store.place(rows[i])}"
-                    raise RewardFailed(f"{function.file}: {function.name}: {where} {problem}")
+                    raise RewardFailed(f"{where} {problem}")
                 found[i] = ids.tolist()
         return found
 
