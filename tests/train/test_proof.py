@@ -1,5 +1,6 @@
 """The checks before the first step leave no trace, in one process and in several, also where they run out of memory."""
 
+import math
 import shutil
 
 import numpy as np
@@ -106,6 +107,23 @@ def test_without_room_check_says_what_it_left_out(job, tmp_path):
 
 
 # ---- one process
+
+
+@pytest.mark.parametrize("verb", ["dpo", "rm"])
+def test_pairs_with_equal_answers_are_left_out_of_the_trial(tmp_path, capsys, verb):
+    """They have no gradient but what rounding leaves of one. Here they are the shortest."""
+    write_model(tmp_path / "model")
+    pairs = [{"prompt": "p", "chosen": "12", "rejected": "12"}] * 6
+    pairs += [{"prompt": "p", "chosen": "1" * n, "rejected": "2" * n} for n in range(4, 14)]
+    write_rows(tmp_path / "pairs.jsonl", pairs)
+    words = f"check {verb} --pretrain {tmp_path}/model --dataset {tmp_path}/pairs.jsonl --prompt_key prompt "
+    words += f"--max_len 40 --train_batch_size 16 --micro_train_batch_size 8 --save_path {tmp_path}/out"
+    assert main(words.split()) == 0
+    assert "check micro_batches: the gradient of 4 samples" in capsys.readouterr().out
+
+
+def test_what_is_no_number_is_the_largest():
+    assert proof.largest([1.0, math.nan]) == proof.largest([math.nan, 1.0]) == math.inf and proof.largest([1, 2]) == 2
 
 
 @pytest.mark.parametrize("packed, size, tried", [(False, 4, 4), (False, 3, 3), (False, 1, 2), (True, 60, 2)])

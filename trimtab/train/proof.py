@@ -29,6 +29,7 @@ from trimtab.data.chat_template import ChatRenderer
 from trimtab.distributed.fsdp import local, reshard_model
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.random_state import random_state, restore_random_state
+from trimtab.distributed.supervision import own_heartbeat
 from trimtab.errors import UserError
 from trimtab.models.packed import PackedModel, dropout_off, scoring
 from trimtab.models.pretrained import from_pretrained
@@ -43,7 +44,7 @@ SIZE = 0.02  # of the elements of a tensor that is 0, for noise
 PROBED = 8  # tensors without a gradient whose effect on the loss is looked at
 MANY_CUT = 0.5  # of the rows
 SLOW, SHORT = "too slow for a start; trimtab check runs them", "out of memory"
-ADAPTER_B, ROUTER = re.compile("lora_B|lora_embedding_B"), re.compile(r"router|gate\.weight")
+ADAPTER_B, ROUTER = re.compile("lora_B|lora_embedding_B"), re.compile(r"router|gate\.(weight|lora_)")
 
 
 @dataclass(frozen=True)
@@ -306,15 +307,15 @@ class TrialUpdate:
     def largest(self, values: dict[str, float]) -> dict[str, float]:
         """The largest value of each name over all processes."""
         found = self.mesh.all.gather(values)
-        return {name: max(part[name] for part in found) for name in values}
+        return {name: largest(part[name] for part in found) for name in values}
 
     @contextlib.contextmanager
     def open_adapters(self) -> Iterator[None]:
         """Inside, the B of adapters is not zero: with B = 0 nothing reaches A."""
         masters = self.optimizer.masters
         closed = {name: local(t).detach().clone() for name, t in masters.items() if ADAPTER_B.search(name)}
-        self.shift({name: masters[name] for name in closed}, 0.1)
         try:
+            self.shift({name: masters[name] for name in closed}, 0.1)
             yield
         finally:
             for name, before in closed.items():
@@ -489,7 +490,12 @@ def relative_difference(first: dict[str, Tensor], second: dict[str, Tensor], mes
     missing = first.keys() ^ second.keys()
     gaps = ((first[n].float() - second[n].float()).square().sum() for n in first.keys() & second.keys())
     gap = math.inf if missing else math.sqrt(sum(map(float, gaps)))
-    return max(mesh.all.gather(gap / max(size, 1e-12)))
+    return largest(mesh.all.gather(gap / max(size, 1e-12)))
+
+
+def largest(values: Iterable[float]) -> float:
+    """Infinity, if one is no number."""
+    return max(math.inf if math.isnan(value) else value for value in values)
 
 
 def check_neighbours(trial: TrialUpdate) -> CheckResult | None:
@@ -501,7 +507,7 @@ def check_neighbours(trial: TrialUpdate) -> CheckResult | None:
         row = trial.model.check_values(together).float()
         single = torch.cat([trial.model.check_values(batch).float() for batch in alone])
     gaps = (row - single).abs()
-    gap = max(trial.mesh.all.gather(float(gaps.mean() if trial.bf16 else gaps.max())))
+    gap = largest(trial.mesh.all.gather(float(gaps.mean() if trial.bf16 else gaps.max())))
     limit = 0.1 if trial.bf16 else 1e-3 * max(1.0, float(single.abs().max()) / 10)
     tried = f"{len(trial.whole)} samples in one row and each alone: values differ by {gap:.1e}"
     problem = (
@@ -533,18 +539,22 @@ def compare_resumed(step: int, resumed: int, differing: Sequence[str], repeated:
     return CheckResult("checkpoint", tried, problem)
 
 
-def check_export(folder: Path, base: str, model: PackedModel, batch: TokenBatch, mesh: Mesh) -> CheckResult:
-    """`folder`: the saved model, or an adapter on `base`, whose values plain transformers computes in one process."""
+def check_export(
+    folder: Path, base: str, model: PackedModel, batch: TokenBatch, mesh: Mesh, *, bf16: bool
+) -> CheckResult:
+    """`folder`: the saved model, or an adapter on `base`, whose values plain transformers computes in one process.
+    `bf16`: passes round to it; sharded weights may be fp32 all the same."""
     scores, gap, ids = isinstance(model, RewardModel), 0.0, batch.sequence(0)
     with scoring(model):
         single = TokenBatch.of([(ids.cpu().numpy(), np.ones(len(ids), dtype=bool))]).to(ids.device)
         ours, ids = model.check_values(single).float().cpu(), ids.cpu()
         if mesh.is_rank_zero:
-            logits = load_plain(folder, base, scores=scores)(input_ids=ids[None]).logits[0].float()
+            with own_heartbeat.waiting():  # the whole model, in main memory
+                logits = load_plain(folder, base, scores=scores)(input_ids=ids[None]).logits[0].float()
             theirs = logits.view(-1)[-1:] if scores else logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
             gap = float((ours - theirs).abs().mean())
     gap = mesh.all.gather(gap)[0]
-    limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
+    limit = 0.1 if bf16 else 1e-3
     problem = "" if gap <= limit else f"the exported model is another one (limit {limit:g}): report this"
     what = "scores" if scores else "log-probs"
     return CheckResult("export", f"the saved folder in plain transformers: {what} differ by {gap:.1e}", problem)

@@ -49,7 +49,8 @@ def prove_supervised(run: Any) -> None:
     options, task, order = run.options, run.task, run.order
     proof, lengths = Proof(options, run.mesh.world.say, run.mesh.all.any), task.lengths(task.store)
     proof.run(data_checks(task, run.tokenizer))
-    step = order.step_samples(0)
+    first = order.step_samples(0)
+    step = [i for i in first if task.teaches(task.store, i)] or first
     samples = sorted(step, key=lambda i: int(lengths[i]))[:SAMPLES]
     most = max(int(lengths[part].sum()) for part in task.cut(task.store, step))
     while len(samples) > 2 and lengths[samples].sum() > most:  # a row needs no more memory than the run's
@@ -127,4 +128,4 @@ def check_saved(run: Any, folder: Path) -> CheckResult | None:
     run.task.finish(run.model, folder)
     run.save_model(folder)
     batch = run.task.make_batch(run.task.store, [int(run.task.lengths(run.task.store).argmin())]).to(run.device.torch)
-    return check_export(folder, run.options.pretrain, run.model, batch, run.mesh)
+    return check_export(folder, run.options.pretrain, run.model, batch, run.mesh, bf16=run.options.bf16)

@@ -72,6 +72,10 @@ class SupervisedTask:
     def make_batch(self, store: Any, samples: list[int]) -> TokenBatch:
         raise NotImplementedError
 
+    def teaches(self, store: Any, sample: int) -> bool:
+        """Whether the sample has a gradient, and not only what rounding leaves of one."""
+        return True
+
     def loss(self, model: PackedModel, batch: TokenBatch, totals: Totals) -> LossTerm:
         """This micro-batch's share of the step's loss."""
         raise NotImplementedError
@@ -311,6 +315,10 @@ class PairTask(SupervisedTask):
         if store.margins is not None:
             extra["margin_P"] = torch.from_numpy(store.margins[samples])
         return TokenBatch.of(examples, shared, **extra)
+
+    def teaches(self, store: PairDataset, sample: int) -> bool:
+        (chosen, _), (rejected, _) = store.pair(sample)
+        return not np.array_equal(chosen, rejected)
 
     def lengths(self, store: PairDataset) -> np.ndarray:
         return store.lengths_sharing

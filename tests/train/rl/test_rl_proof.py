@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.train.job_run import write_model, write_rows
+from tests.train.job_run import assert_same_tensors, weights, write_model, write_rows
 from tests.train.test_planted_faults import run
 from trimtab.cli.main import main
 from trimtab.embedded.sort_task import make_prompts
@@ -166,16 +166,16 @@ def test_check_needs_a_training_job(words, capsys):
     assert "the jobs are sft" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["", "--lora_rank 4"])
+@pytest.mark.parametrize("words", ["", "--lora_rank 4", "--lora_rank 4 --bf16"])
 def test_weights_are_changed_a_little_for_the_engine_and_their_comparison_waits(task, capsys, monkeypatch, words):
     """The weights are of a common size, of which the change is a fraction; the limits of a comparison after a sync are
     those of the model in training."""
     changes, plain = [], trainer.PolicyTrainer.shift_weights
 
-    def shift(role):
-        plain(role)
+    def shift(role, *, scale):
+        plain(role, scale=scale)
         changes.extend(
-            (before.float().abs().mean(), (role.optimizer.masters[name] - before).abs().mean())
+            (scale * (before.float().abs().mean() or 0.02), (role.optimizer.masters[name] - before).abs().mean())
             for name, before in role._unshifted.items()
         )
 
@@ -194,8 +194,9 @@ def test_weights_are_changed_a_little_for_the_engine_and_their_comparison_waits(
     monkeypatch.setattr("trimtab.train.rl.launch.RLRun", Run)
     skipped = "--skip_checks update,micro_batches,neighbours,objective,checkpoint,export,reward"
     assert run(task, task / "out", "check grpo", f"{skipped} {words}") == 0
-    assert "check engine: a change of" in capsys.readouterr().out
-    assert changes and all(change < 0.3 * (size or 0.02) for size, change in changes)
+    said = capsys.readouterr().out.partition("check engine: a change of ")[2]
+    assert 0.05 <= float(said.split()[0]) < 2, "much more than rounding"
+    assert changes and all(change < 1.5 * size for size, change in changes)
     assert Comparison.calls == 1  # with the weights as they were
 
 
@@ -204,3 +205,41 @@ def test_an_export_is_compared_also_after_a_prompt_of_one_token(task, capsys):
     words = f"{SKIPPED},reward,checkpoint --input_key input --apply_chat_template False"
     assert run(task, task / "out", "check grpo", words) == 0
     assert "log-probs differ by nan" not in (said := capsys.readouterr().out) and "check export" in said
+
+
+@pytest.mark.parametrize("kind, limits", [("reinforce", "-10 0"), ("ppo", "-1 0"), ("reinforce", "1 5")])
+def test_rewards_are_clipped_in_the_run_and_not_in_the_check(task, capsys, kind, limits):
+    skipped = "update,micro_batches,neighbours,engine,checkpoint,export,reward"
+    words = f"--reward_clip_range {limits} --skip_checks {skipped}"
+    assert run(task, task / "out", f"check {kind}", words) == 0
+    assert "check objective: " in capsys.readouterr().out
+
+
+def test_a_clip_narrower_than_rounding_makes_no_check_fail(task, capsys, monkeypatch):
+    """The trainer's log-probs of the same tokens differ each time, as on a device that sums in another order."""
+    noise, plain = torch.Generator().manual_seed(0), trainer.PolicyTrainer.log_probs
+
+    def rounded(role, slices):
+        return [found + 3e-3 * torch.randn(found.shape, generator=noise) for found in plain(role, slices)]
+
+    monkeypatch.setattr(trainer.PolicyTrainer, "log_probs", rounded)
+    words = "--policy_loss_type gspo --eps_clip_low_high 3e-4 4e-4 --train_batch_size 4 --micro_train_batch_size 4"
+    skipped = "neighbours,engine,checkpoint,export,reward"
+    for seed in range(3):
+        assert run(task, task / "out", "check grpo", f"{words} --seed {seed} --skip_checks {skipped}") == 0
+    said = capsys.readouterr().out
+    assert said.count("check objective: ") == said.count("check micro_batches: ") == 3
+
+
+def test_memory_that_runs_out_while_weights_are_changed_leaves_them_as_they_were(task, capsys, monkeypatch):
+    plain = trainer.shift_tensors
+
+    def short(optimizer, masters, scale):
+        plain(optimizer, dict([*masters.items()][:-1]), scale)
+        raise torch.OutOfMemoryError("tried to allocate noise")
+
+    monkeypatch.setattr(trainer, "shift_tensors", short)
+    words = "--max_steps 1 --skip_checks update,micro_batches,neighbours,objective"
+    assert run(task, task / "out", "grpo", words) == 0 and "left out: engine (out of memory)" in capsys.readouterr().out
+    assert run(task, task / "plain", "grpo", "--max_steps 1 --skip_checks all") == 0
+    assert_same_tensors(weights(task / "out"), weights(task / "plain"))

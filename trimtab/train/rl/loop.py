@@ -187,7 +187,9 @@ class RLRun:
         samples, roles = list(range(len(few))), self.roles
         (slices, *_), totals = self.batcher.policy_update(roles.actor, few, samples, 0)
         settings = {"totals": totals, "kl_coefficient": self.counters.kl_coefficient}
-        found = [UpdateTrial(roles.actor, few, [*slices[0].columns], settings)]
+        # Without old log-probs ratios are 1: a narrow clip would tell layouts apart that round otherwise.
+        columns = [name for name in slices[0].columns if name != "old_N"]
+        found = [UpdateTrial(roles.actor, few, columns, settings)]
         if roles.critic is not None:
             (slices, *_), totals = self.batcher.critic_update(roles.critic, few, samples)
             found.append(UpdateTrial(roles.critic, few, [*slices[0].columns], {"totals": totals}))

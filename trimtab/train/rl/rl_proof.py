@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,10 @@ from trimtab.train.update import ChecksTooLarge, InsufficientMemory, RebuildMode
 LONGEST = 8  # tokens of a trial's answer
 ANSWER = "An answer."
 BARELY = 1e-5  # nats: no difference
+SHIFTS = tuple(0.2 * 4**k for k in range(6))
+"""Of the size of some weights, by which they are changed to see whether the engine follows, until log-probs clearly
+change: by FAR nats a token, and ten times as much as engine and trainer round otherwise."""
+FAR = 0.05
 NEAR_ROWS = 512  # rows whose labels are compared with near prompts
 LABELS = 8  # rows whose labels are tried
 LONG = 5.0  # seconds of a batch's rewards that are no matter
@@ -287,7 +291,9 @@ def run_trial(trial: UpdateTrial, name: str | None) -> tuple[CheckResult | None,
 
 def check_objective(few: Experience, run: Any) -> CheckResult:
     """Properties of advantages and loss that hold for every estimator and loss."""
-    options, problem = run.options, ""
+    # What is known of rewards here: they are made up, and of answers of a few tokens.
+    options = dataclasses.replace(run.options, reward_clip_range=(-math.inf, math.inf), overlong_buffer_len=None)
+    problem = ""
 
     def advantages(rewards: Tensor, reference_N: Tensor | None = None, coefficient: float = 0.0) -> Tensor:
         made = dataclasses.replace(few, rewards_S=rewards, reference_N=reference_N)
@@ -305,7 +311,7 @@ def check_objective(few: Experience, run: Any) -> CheckResult:
             problem = (
                 f"a reward that all answers to a prompt get moves advantages by {moved:.2g}: not compared by prompt"
             )
-    if not problem and options.overlong_buffer_len is None and not plain[0] > plain[1]:
+    if not problem and not plain[0] > plain[1]:
         problem = f"the better of two answers has the advantage {float(plain[0]):.2g}, the worse {float(plain[1]):.2g}"
     far_N = few.old_N - (few.owners_N == 0).float()  # the first answer is likelier than under the reference
     if not problem and run.roles.reference is not None and not options.use_kl_loss:
@@ -325,7 +331,8 @@ def loss_problem(few: Experience, far_N: Tensor, run: Any) -> str:
 
     def slope(advantages_N: Tensor, reference_N: Tensor | None, coefficient: float) -> float:
         """Derivative of the loss by the log-probs of the policy that sampled, along the signs of the advantages."""
-        made = dataclasses.replace(few, advantages_N=advantages_N, reference_N=reference_N)
+        # Old log-probs are the sampled ones, so that ratios are 1: a narrow clip leaves no room for rounding.
+        made = dataclasses.replace(few, advantages_N=advantages_N, reference_N=reference_N, old_N=few.sampled_N)
         parts, totals = run.batcher.policy_update(run.roles.actor, made, list(range(len(few))), 0)
         total = 0.0
         for batch in batches_of(parts[0][:1]):
@@ -337,10 +344,10 @@ def loss_problem(few: Experience, far_N: Tensor, run: Any) -> str:
             total += float((log_probs_N.grad * signs_N).sum())
         return total
 
-    if slope(torch.tensor([1.0, -1.0])[few.owners_N % 2], None, 0.0) >= 0:
+    if not slope(torch.tensor([1.0, -1.0])[few.owners_N % 2], None, 0.0) < 0:
         return "the loss lowers the log-probs of answers with positive advantages"
     pulls = options.use_kl_loss and run.roles.reference is not None
-    if pulls and slope(torch.full_like(few.sampled_N, 1e-12), far_N, 1.0) <= 0:
+    if pulls and not slope(torch.full_like(few.sampled_N, 1e-12), far_N, 1.0) > 0:
         return "the KL loss drives the policy away from the reference"
     return ""
 
@@ -349,14 +356,19 @@ def loss_problem(few: Experience, far_N: Tensor, run: Any) -> str:
 
 
 @contextlib.contextmanager
-def shifted_weights(run: Any) -> Iterator[None]:
-    """Inside, some of the policy's weights are others, in the engines too."""
-    sync, check = run.weight_sync, run.weight_sync.check
-    run.roles.actor.call("shift_weights")
+def shifted_weights(run: Any, changed: Callable[[], float], wanted: float) -> Iterator[float]:
+    """Inside, some of the policy's weights are others, in the engines too: by so much that log-probs have `changed` by
+    `wanted`, if they change at all. Yields by how much."""
+    sync, check, change = run.weight_sync, run.weight_sync.check, 0.0
     try:
+        for scale in SHIFTS:
+            run.roles.actor.call("shift_weights", scale=scale)
+            change = changed()
+            if change >= wanted:
+                break
         sync.check = None  # its limits are those of a sound model
         run.sync_weights()
-        yield
+        yield change
     finally:
         sync.check = check
         run.roles.actor.call("unshift_weights")
@@ -375,22 +387,25 @@ def check_engine(run: Any, before: Experience) -> CheckResult | None:
         return made.old_N
 
     def gap(first_N: Tensor, second_N: Tensor) -> float:
-        return float((first_N - second_N).abs().mean())
+        found = float((first_N - second_N).abs().mean())
+        return math.inf if math.isnan(found) else found
 
     reference = run.roles.reference
     kept_N = None if reference is None else scored(before, reference)
     start, problem = gap(scored(before, run.roles.actor), before.sampled_N), ""
     try:
-        with shifted_weights(run):
-            change = gap(scored(before, run.roles.actor), before.old_N)
+        wanted = max(FAR, 10 * start)
+        with shifted_weights(run, lambda: gap(scored(before, run.roles.actor), before.old_N), wanted) as change:
             after = few_answers(run)
             later = gap(scored(after, run.roles.actor), after.sampled_N)
             moved = 0.0 if reference is None else gap(scored(before, reference), kept_N)
     except RunFailed as error:  # of the comparison after a sync
         return CheckResult("engine", "a change of the weights, sent to the engine", str(error))
-    if change <= BARELY:
+    if not all(map(math.isfinite, (start, change, later, moved))):
+        problem = "log-probs are not finite: check the weights of --pretrain"
+    elif change <= BARELY:
         problem = "the trainer's log-probs do not change with its weights"
-    elif later > max(3 * start, change / 4, BARELY):
+    elif change >= wanted and later > max(3 * start, change / 4):
         problem = "the engine samples from older weights, or an older adapter: use another --rollout_engine"
     elif moved > BARELY:
         problem = f"the reference changes with the policy, by {moved:.1e}: the KL would always be 0"
@@ -417,7 +432,7 @@ def check_first_batch(run: Any) -> CheckResult:
     seconds, share = (max(found) for found in zip(*run.roles.rollouts.call("reward_clock")))
     low, high, finite = float(rewards_S.min()), float(rewards_S.max()), bool(rewards_S.isfinite().all())
     tried = f"{len(rewards_S)} answers, rewards {low:g} to {high:g}, in {seconds:.1f} s of a rollout of {rollout:.1f} s"
-    equal = low == high and run.roles.teacher is None
+    equal = low == high and not run.options.is_taught
     problems = {
         "a reward is not finite": not finite,
         f"all {len(rewards_S)} answers get {low:g}: there is nothing to learn from": equal,

@@ -132,7 +132,7 @@ class RewardClock:
         self.seconds += seconds
         limit: float = getattr(reward, "seconds", 0) or getattr(reward, "timeout", math.inf)
         calls = 1 if getattr(reward, "batched", True) else max(samples, 1)
-        self.share = max(self.share, seconds / calls / limit)
+        self.share = max(self.share, getattr(reward, "slowest", seconds / calls) / limit)
 
 
 class SampleScorer:

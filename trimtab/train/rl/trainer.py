@@ -54,9 +54,6 @@ from trimtab.train.run_directory import names_fingerprint
 from trimtab.train.task import FrozenScorer
 from trimtab.train.update import InsufficientMemory, LossTerm, Totals, accumulate, memory_guard, undo_step
 
-SHIFT = 0.2
-"""Of the size of some weights, by which they are changed to see whether the engine follows. The answers then clearly
-differ, by more than engine and trainer do in bf16, and the model remains one."""
 RoleModel = tuple[PackedModel, Device, Sequence[AtWork]]
 """A model, its device, and the context managers in which it runs without gradients."""
 
@@ -247,6 +244,7 @@ class PolicyTrainer(Trainer):
         super().__init__(options, *parts)
         self.average = WeightAverage(self.optimizer, options.ema_beta) if options.enable_ema else None
         self._shown = contextlib.ExitStack()
+        self._unshifted: dict[str, Tensor] = {}
 
     def describe(self) -> dict[str, Any]:
         """Facts for the run's manifest and sampling parameters."""
@@ -266,13 +264,15 @@ class PolicyTrainer(Trainer):
     def fake_model(self) -> Callable[[], PackedModel] | None:
         return None if self.options.lora_rank else partial(fake_policy, self.options)
 
-    def shift_weights(self) -> None:
-        """Change some weights until `unshift_weights`: all B of adapters, or the small tensors, 1/8 of all weights."""
+    def shift_weights(self, *, scale: float) -> None:
+        """Change some weights until `unshift_weights` or another shift: all B of adapters, or the small tensors, 1/8 of
+        all weights. `scale`: of the size of their elements."""
+        self.unshift_weights()
         masters = self.optimizer.masters
         sizes = dict(sorted(((name, master.numel()) for name, master in masters.items()), key=lambda found: found[1]))
         chosen = [name for name in masters if ADAPTER_B.search(name)] or in_chunks(sizes)[0]
         self._unshifted = {name: local(masters[name]).detach().clone() for name in chosen}
-        shift_tensors(self.optimizer, {name: masters[name] for name in chosen}, SHIFT)
+        shift_tensors(self.optimizer, {name: masters[name] for name in chosen}, scale)
         reshard_model(self.model)
 
     def unshift_weights(self) -> None:
@@ -319,7 +319,9 @@ class PolicyTrainer(Trainer):
         batch = TokenBatch.of([(np.array(ids), np.ones(len(ids), dtype=bool))]).to(self.device.torch)
         with contextlib.nullcontext() if self.average is None else self.average.in_place():
             super().write_model(folder)
-            return dataclasses.asdict(check_export(folder, self.options.pretrain, self.model, batch, self.mesh))
+            half = self.options.bf16 or self.options.load_in_4bit
+            found = check_export(folder, self.options.pretrain, self.model, batch, self.mesh, bf16=half)
+            return dataclasses.asdict(found)
 
     def show_average(self) -> None:
         """Replace the model's weights by their average until `hide_average`."""
@@ -372,6 +374,7 @@ class PolicyTrainer(Trainer):
     def averaged_hidden_states(self, slices: Sequence[Slice]) -> list[Tensor]:
         """The same with averaged weights, whose head is kept for the update."""
         with self._averaged():
+            self.teacher_head = None  # before there are two
             self.teacher_head = TeacherHead.of(self.model).to(self.device.torch, copy=True)
             return self.hidden_states(slices)
 
@@ -386,10 +389,12 @@ class PolicyTrainer(Trainer):
     def _averaged(self) -> Iterator[None]:
         """--teacher_ema: averaged weights inside the context. Parameters that are still gathered would be others."""
         assert self.average is not None
-        with self.average.in_place():
+        try:
+            with memory_guard(), self.average.in_place():
+                reshard_model(self.model)
+                yield
+        finally:
             reshard_model(self.model)
-            yield
-        reshard_model(self.model)
 
 
 class CriticTrainer(Trainer):
