@@ -103,6 +103,21 @@ def test_a_failure_passes_if_a_retry_succeeds():
         assert asked(judge.url, make_reward_request(["x"]), judge_retries=2).rewards == [1.0]
 
 
+def test_a_server_that_is_gone_is_asked_once_a_sample_and_often_again_when_it_is_back():
+    """The pauses of every sample would be hours, of an iteration."""
+    dead = [True]
+    with judging(lambda _: (500, {}) if dead else (200, completion("Score: 10"))) as judge:
+        found = judge_of(judge.url, judge_concurrency=1, judge_retries=2)
+        assert len(found(make_reward_request([str(i) for i in range(6)])).failed) == 6
+        assert len(judge.asked) == 4 * 3 + 2
+        dead.clear()
+        assert found(make_reward_request(["x"])).rewards == [1.0]
+        dead.append(True)
+        assert len(found(make_reward_request(["y"])).failed) == 1
+        found.close()
+    assert len(judge.asked) == 4 * 3 + 2 + 1 + 3
+
+
 def test_a_server_says_when_it_will_answer():
     replies = iter([(429, {}), (200, completion("Score: 10"))])
     with judging(lambda _: next(replies), headers=[("Retry-After", "1")]) as judge:

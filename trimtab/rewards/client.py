@@ -172,6 +172,7 @@ def _of_another_library(value: Any) -> Any:
 
 WORTH_ANOTHER_TRY = {408, 425, 429}  # of the client errors; server errors all are
 LONGEST_PAUSE = 30.0
+IN_A_ROW = 4  # failed parts for each request at once, after which servers are asked once, without pauses
 Reply = TypeVar("Reply")
 SECONDS_TO_CLOSE = 5.0
 
@@ -218,6 +219,7 @@ class HTTPReward:
         fail are in the result's `failed`; otherwise the run stops."""
         self.timeout, self.attempts, self.pause, self.tolerant = timeout, attempts, pause, tolerant
         self.slowest = 0.0  # seconds of a request that was answered
+        self._failures = 0  # parts in a row that got no reward
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         # A proxy named by the environment is not for servers on this machine.
         certificates = httpx.create_ssl_context()
@@ -263,7 +265,7 @@ class HTTPReward:
         lasting, ready = 0, dict[RewardEndpoint, float]()  # when a server that said so will answer
         kind: type[RewardFailed] = RewardFailed
         async with self._turns:
-            for attempt in range(self.attempts):
+            for attempt in range(1 if self._failures >= IN_A_ROW * self._concurrency else self.attempts):
                 address = self.addresses[(number + attempt) % len(self.addresses)]
                 if attempt:
                     await asyncio.sleep(max(self._pause(attempt), ready.get(address, 0.0) - self._loop.time()))
@@ -271,7 +273,7 @@ class HTTPReward:
                 try:
                     async with asyncio.timeout(self.timeout):
                         reply = await ask(address)
-                    self.slowest = max(self.slowest, self._loop.time() - began)
+                    self.slowest, self._failures = max(self.slowest, self._loop.time() - began), 0
                     return reply
                 except TimeoutError:
                     failures.append(f"{address.shown}: timed out, no whole reply in {self.timeout:g} s")
@@ -283,6 +285,7 @@ class HTTPReward:
                     kind = RewardRefused if isinstance(error, RewardRefused) else RewardFailed
                     if lasting > 1 or (isinstance(error, ProtocolError | RewardRefused) and len(self.addresses) == 1):
                         break
+        self._failures += 1
         raise kind(f"no reward for {rows_text(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
 
     async def _json(self, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
