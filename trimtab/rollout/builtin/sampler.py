@@ -109,7 +109,6 @@ class Sampler:
         if self.plainly and has_kernels(raw.device):
             return self._draw_by_kernel(raw, seeds_B, drawn_B)
         temperature = sampling.temperature or 1.0
-        logits = raw if temperature == 1.0 else raw / temperature
         chosen_from = self._adjusted(raw, drawn_B, seen_BV)
         if temperature != 1.0:
             chosen_from = chosen_from / temperature
@@ -121,7 +120,9 @@ class Sampler:
             if sampling.top_k > 0 or sampling.top_p < 1:
                 chosen_from = _filtered(chosen_from, sampling.top_k, sampling.top_p)
             tokens = sample_from_logits(chosen_from, seeds_B, drawn_B)
-        return with_log_probs(tokens, logits, raw, plain=sampling.plain_log_probs, likely=sampling.top_log_probs)
+        log_probs, most = log_probs_of(raw, tokens, temperature), sampling.top_log_probs
+        plain = log_probs_of(raw, tokens) if sampling.plain_log_probs else None
+        return SamplerOutput(tokens, log_probs, plain, likeliest(raw / temperature, most) if most else None)
 
     def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> SamplerOutput:
         from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
@@ -150,14 +151,6 @@ class Sampler:
             early = (drawn_B < sampling.min_new_tokens)[:, None]
             logits = logits.index_fill(1, self.stops, float("-inf")).where(early, logits)
         return logits
-
-
-def with_log_probs(tokens_B: Tensor, logits_BV: Tensor, raw_BV: Tensor, *, plain: bool, likely: int) -> SamplerOutput:
-    """`logits_BV`: at the temperature; `raw_BV`: at 1, for the plain ones; `likely`: how many alternatives."""
-    at_one = log_probs_of(raw_BV, tokens_B) if plain else None
-    return SamplerOutput(
-        tokens_B, log_probs_of(logits_BV, tokens_B), at_one, likeliest(logits_BV, likely) if likely else None
-    )
 
 
 def sample_from_logits(logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Tensor:
@@ -289,7 +282,9 @@ class PerRequestSampler:
         if self.kind.filtered:
             chosen_from = _filtered_by_row(min_p_mask(chosen_from, least), top_k, top_p)
         tokens = torch.where(greedy[:, 0] > 0, first, sample_from_logits(chosen_from, seeds_B, drawn_B))
-        return with_log_probs(tokens, raw / temperature, raw, plain=self.kind.plain, likely=self.kind.likely)
+        logits, most = raw / temperature, self.kind.likely
+        plain = log_probs_of(raw, tokens) if self.kind.plain else None
+        return SamplerOutput(tokens, log_probs_of(logits, tokens), plain, likeliest(logits, most) if most else None)
 
     def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> SamplerOutput:
         from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
