@@ -483,11 +483,13 @@ def _learn_from_the_same_answers(a: RunData, b: RunData) -> bool:
 
 def _shares_log_probs(a: RunData, b: RunData) -> bool:
     """Whether a replay took the recorded log-probs of the policy, of which the KL is made, for its own. It does where
-    it would compute the same ones: in fp32, with the built-in engine's whole weights, on one kind of device."""
+    it would compute the same ones: in fp32 or --exact, with the built-in engine's whole weights, on one kind of
+    device."""
     settings = [run.manifest.get("settings") or {} for run in (a, b)]
     rounded = any(known.get("rollout_engine") == "vllm" or known.get("weight_only_int8") for known in settings)
     kinds = {(run.manifest.get("device_type"), run.manifest.get("dtype")) for run in (a, b)}
-    return not rounded and len(kinds) == 1 and a.manifest.get("dtype") == "float32"
+    exact = a.manifest.get("dtype") == "float32" or all(run.manifest.get("exact") for run in (a, b))
+    return not rounded and len(kinds) == 1 and exact
 
 
 # ---- The page of `trimtab compare`.
