@@ -169,11 +169,12 @@ class Controller:
             elif self.options.use_dynamic_batch:  # False in a run resumed from a version without it
                 self.world.say(default_line(self.options))
         options = self.options
-        if options.teaches_vocabulary and actor["path"] == "logits":
-            raise UserError(
-                f"--teacher_divergence {options.teacher_divergence}: the LM head of --pretrain {options.pretrain} "
-                "cannot be read; use sampled"
-            )
+        if actor["path"] == "logits":
+            unread = f"of --pretrain {options.pretrain} cannot be read"
+            if options.teaches_vocabulary:
+                raise UserError(f"--teacher_divergence {options.teacher_divergence}: the LM head {unread}; use sampled")
+            if options.aux_loss_coef > 0:
+                raise UserError(f"--aux_loss_coef {options.aux_loss_coef}: the router {unread}; drop it")
         fewer = {name: group for name, group in groups.items() if len(group.ranks) < self.world.size}
         if fewer and not options.ray:
             counts = (f"{name} in {len(group.ranks)}" for name, group in fewer.items())
@@ -202,6 +203,8 @@ class Controller:
         if options.exact == "on" and not (client.engine_exact or options.replay):
             raise UserError("--exact on: the engine's kernels failed their check (see the warning above); leave it out")
         self.world.say(f"reward: {describe_rewards(client.in_words, options)}")
+        if not (actor["not_exact"] or client.engine_exact or options.replay):
+            actor["not_exact"] = "the engine's kernels failed their check"
         manifest = self.manifest(actor, client.reward_sum.name) | (placement or {})
         if self.recording is not None:
             self.recording.sampler = {name: manifest[name] for name in ("device_type", "dtype")}
