@@ -1,12 +1,14 @@
 """A model's own dropout is found and switched off wherever a family keeps it; that of adapters is left alone."""
 
+import copy
+
 import pytest
 import torch
 
 from tests.tiny import VOCABULARY, tiny_model
 from trimtab.config.training_options import LoraOptions
 from trimtab.models.lora import add_adapters
-from trimtab.models.packed import has_dropout, switch_off_dropout
+from trimtab.models.packed import dropout_off, has_dropout, switch_off_dropout
 
 DROPOUTS = {
     "llama": {"attention_dropout": 0.3},
@@ -14,6 +16,8 @@ DROPOUTS = {
     "gpt_neox": {"attention_dropout": 0.3, "hidden_dropout": 0.3},
     "opt": {"dropout": 0.3, "attention_dropout": 0.3, "layerdrop": 0.3},
     "bloom": {"attention_dropout": 0.3, "hidden_dropout": 0.3},
+    "mixtral": {"router_jitter_noise": 0.1},
+    "phimoe": {"router_jitter_noise": 0.3, "input_jitter_noise": 0.1},  # its routers draw experts, too
 }
 
 
@@ -34,6 +38,14 @@ def test_without_its_dropout_a_model_in_training_repeats_itself(family):
     assert switch_off_dropout(model)
     assert not differs(model) and not has_dropout(model)
     assert model.config.to_dict() == before, "the saved model must say what it was trained with"
+
+
+def test_dropout_is_off_for_a_while():
+    model = tiny_model("phimoe", attn_implementation="eager", **DROPOUTS["phimoe"]).train()
+    with dropout_off(model):
+        assert not differs(model)
+    assert differs(model) and all(module.training for module in model.modules())
+    assert copy.deepcopy(model).eval().train().training
 
 
 def test_a_model_without_dropout_is_left_as_it_is():

@@ -8,9 +8,11 @@ import torch
 from tests.models.families import NAMES, tiny_policy
 from tests.samples import batch_of
 from tests.tiny import tiny_model
+from trimtab.config.training_options import LoraOptions
 from trimtab.distributed.process_group import Peers
 from trimtab.errors import UserError
 from trimtab.models.fused_layer import is_llama_like
+from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.routing import (
     check_routes,
@@ -18,6 +20,7 @@ from trimtab.models.routing import (
     recorded_routes,
     replay_routes_of_batches,
     replayed_routes,
+    routed_layers,
     routers_of,
 )
 from trimtab.models.selfcheck import choose_path
@@ -183,3 +186,14 @@ def test_experts_of_another_model_are_refused():
     for wrong in (routes_TLK[:, :1], routes_TLK[:, :, :1], torch.where(routes_TLK == 3, 4, routes_TLK)):
         with pytest.raises(UserError, match="of another model"):
             check_routes(model, wrong)
+
+
+def test_adapters_of_all_linear_layers_hide_no_router():
+    plain, adapted = tiny_model("mixtral"), add_adapters(tiny_model("mixtral"), LoraOptions(lora_rank=2))
+    found = routers_of(adapted)
+    assert len(found) == len(routers_of(plain)) == 2 and routed_layers(adapted) == routed_layers(plain) == (0, 1)
+    policy = Policy(adapted)
+    choose_path(policy)
+    with recorded_routes(policy) as routes:
+        policy(batch_of([9, 4]))
+    assert all(len(choices) == 1 for choices in routes.values())

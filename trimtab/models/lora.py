@@ -80,12 +80,13 @@ def _last_parts(names: Iterator[str]) -> list[str]:
     return sorted({name.rsplit(".", 1)[-1] for name in names})
 
 
-def refuse_adapted_experts(model: nn.Module) -> None:
-    """Refuse adapters on stacked expert weights in a sharded model: PEFT adds a product of whole weights to them."""
+def refuse_adapted_experts(model: nn.Module, why: str) -> None:
+    """Refuse adapters on stacked expert weights: in a sharded model, since PEFT adds a product of whole weights to
+    them, and for engines that know no such adapters."""
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         linear = _last_parts(name for name, module in model.named_modules() if isinstance(module, Linear))
         raise UserError(
-            "--target_modules all-linear: adapters of experts cannot be split over processes; name the other layers: "
+            f"--target_modules all-linear: adapters of experts {why}; name the other layers: "
             f"--target_modules {' '.join(linear)}"
         )
 

@@ -9,6 +9,7 @@ The path is chosen once, at load (selfcheck):
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,10 @@ from trimtab.models.parallel.context_parallel import ContextParallel, ContextRow
 from trimtab.models.rotary import SequenceLengths, token_lengths
 
 Path = Literal["packed", "padded", "logits"]
+NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+"""Of modules: by how much they change what they read, at random, in train mode."""
+DRAWS = "router_jitter_noise"
+"""Of PhiMoE's routers: how near an expert must be to the best one to be drawn in train mode."""
 
 
 @dataclass
@@ -208,36 +213,55 @@ def switch_off_dropout(model: nn.Module) -> bool:
     log 2, and PPO's ratio would not be 1. Adapters add their own dropout later. Falcon's code reads its config in every
     pass, so its dropout (0 in all published models) stays.
     """
-    found = list(_dropouts(model))
+    found, routers = list(_dropouts(model)), list(_drawing_routers(model))
     for module, name in found:
         setattr(module, name, 0.0)
-    return bool(found)
+    for router in routers:
+        router.training, router.train = False, MethodType(_as_it_is, router)
+    return bool(found or routers)
+
+
+def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
+    """In place of a module's `train`."""
+    return module
 
 
 @contextlib.contextmanager
 def dropout_off(model: nn.Module) -> Iterator[None]:
     """No dropout inside the context, in train mode too."""
     found = [(module, name, getattr(module, name)) for module, name in _dropouts(model)]
+    routers = [(router, router.training) for router in _drawing_routers(model)]
     switch_off_dropout(model)
     try:
         yield
     finally:
         for module, name, probability in found:
             setattr(module, name, probability)
+        for router, training in routers:
+            del router.train
+            router.training = training
 
 
 def has_dropout(model: nn.Module) -> bool:
-    return any(True for _ in _dropouts(model))
+    return any(True for found in (_dropouts(model), _drawing_routers(model)) for _ in found)
 
 
 def _dropouts(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Modules and names of their dropout probabilities above 0: dropout layers, and attributes that attention layers
-    and blocks pass to functions."""
+    """Modules and names of their dropout probabilities above 0: dropout layers, attributes that attention layers and
+    blocks pass to functions, and noise on what mixtures read."""
     for module in model.modules():
         is_layer = isinstance(module, nn.modules.dropout._DropoutNd)
-        for name in ["p"] if is_layer else [name for name in vars(module) if "drop" in name]:
+        for name in ["p"] if is_layer else [name for name in vars(module) if "drop" in name or name in NOISE]:
             if isinstance(value := getattr(module, name), float) and value > 0:
                 yield module, name
+
+
+def _drawing_routers(model: nn.Module) -> Iterator[nn.Module]:
+    """Routers that draw experts at random while they train (PhiMoE's), and are not kept from it yet."""
+    for module in model.modules():
+        noise = getattr(module, DRAWS, None)
+        if isinstance(noise, float) and noise > 0 and "train" not in vars(module):
+            yield module
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trimtab.distributed.process_group import Peers
 from trimtab.errors import UserError
 from trimtab.models.attention import PackedPass, carried
+from trimtab.models.lora import base_layer
 
 
 class ExpertLoad:
@@ -76,7 +77,8 @@ ROUTER = {"top_k", "num_experts", "hidden_dim", "norm_topk_prob"}
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """Routers that give the most likely experts their softmax, in the order of the layers."""
     mixtures = (module for module in model.modules() if {"gate", "experts"} <= dict(module.named_children()).keys())
-    return [mixture.gate for mixture in mixtures if is_softmax_router(mixture.gate)]
+    gates = (base_layer(mixture.gate) for mixture in mixtures)  # all-linear adapts these, too
+    return [gate for gate in gates if is_softmax_router(gate)]
 
 
 def routed_layers(model: nn.Module) -> tuple[int, ...]:

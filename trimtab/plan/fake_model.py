@@ -337,7 +337,7 @@ def planned_models(
     """The models of a job, trained ones first. UserError: one cannot be split into `tensor` parts."""
     found = job_models(options)
     for model in found if options.lora_rank > 0 else []:
-        refuse_adapted_experts(model.skeleton)
+        refuse_adapted_experts(model.skeleton, "are not planned")
     again = cache(lambda: job_models(options))
     spares = [partial(lambda number: again()[number].skeleton, number) for number in range(len(found))]
     return [

@@ -38,7 +38,7 @@ def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None 
 
 def shard_trained(model: PackedModel, options: HeldModelOptions, mesh: Mesh) -> None:
     if mesh.size > 1 and options.lora_rank > 0:
-        refuse_adapted_experts(model)
+        refuse_adapted_experts(model, "cannot be split over processes")
     if mesh.sizes["tensor"] > 1:
         apply_tensor_parallel(model, mesh.for_tensor_parallel())
     enable_context_parallel(model, options, mesh)

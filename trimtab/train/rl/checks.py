@@ -15,7 +15,7 @@ from trimtab.distributed.ray.placement import RunPaths
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.load import fake_frozen_policy
-from trimtab.models.lora import base_layer
+from trimtab.models.lora import base_layer, refuse_adapted_experts
 from trimtab.models.packed import PackedModel
 from trimtab.models.parallel.sharded_model import check_parallel_options
 from trimtab.models.policy import Policy, check_vocabularies
@@ -121,6 +121,8 @@ def check_shares(options: RLOptions, units: Iterable[Unit]) -> None:
 def check_model(model: PackedModel, options: RLOptions, stores: dict[str, PromptDataset]) -> None:
     """Refuse a model that this job cannot train."""
     config, name = model.config.get_text_config(), type(model.inner).__name__
+    if options.uses_vllm and options.lora_rank > 0:
+        refuse_adapted_experts(model, "cannot be sent to vLLM")
     check_context(model, options, max(int(store.lengths.max()) for store in stores.values()))
     largest = max(int(store.largest_token) for store in stores.values())
     if largest >= config.vocab_size:
