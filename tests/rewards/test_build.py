@@ -122,3 +122,21 @@ def test_a_pass_of_a_reward_model_has_its_own_size(monkeypatch, changes, most):
     monkeypatch.setattr(build, "ModelReward", lambda name, *_, **settings: made.append(settings["max_samples"]))
     build._model("a/b", PPOOptions(**changes), find_device(), None)
     assert made == [most]
+
+
+@pytest.mark.parametrize(
+    "label, problem",
+    [
+        ({"test_list": ["assert add(1, 2) == 3"]}, ""),
+        ({"inputs": ["1"], "outputs": ["1"]}, ""),
+        ({"ground_truth": None}, "have none"),
+        ({"inputs": ["1"], "outputs": ["1", "2"]}, "neither test_list nor inputs with as many outputs"),
+    ],
+)
+def test_labels_of_code_may_be_objects(label, problem):
+    stores = {"train": store_of({"input": "sort 21>", "label": label}, label_key="label")}
+    options = dataclasses.replace(GRPO, reward_verifier="code", label_key="label")
+    if not problem:
+        return check_columns(stores, options)
+    with pytest.raises(UserError, match=problem):
+        check_columns(stores, options)

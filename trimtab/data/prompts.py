@@ -204,9 +204,13 @@ def the_one_text(value: Any) -> Any:
 
 
 def _truth(row: dict[str, Any], names: Sequence[str]) -> Any:
-    values = (row[name] for name in names)
-    plain = (value.get("ground_truth") if isinstance(value, dict) else value for value in values)
-    return next((value for value in plain if value is not None), None)
+    for name in names:
+        value = row[name]
+        if isinstance(value, dict) and (name == "reward_model" or "ground_truth" in value):
+            value = value.get("ground_truth")
+        if value is not None:
+            return value
+    return None
 
 
 def _piece(values: np.ndarray, offsets: np.ndarray, index: int) -> np.ndarray:
