@@ -208,7 +208,7 @@ def test_nobody_there_is_a_named_error(ask):
 @pytest.mark.parametrize("status", [401, 404, 413])
 def test_what_asking_again_cannot_mend_is_not_asked_again(serve, ask, status):
     server = serve(itertools.repeat(status))
-    with pytest.raises(RewardFailed, match=rf"after 1 attempts; .*HTTP status {status}"):
+    with pytest.raises(RewardFailed, match=rf"after 1 attempt; .*HTTP status {status}"):
         ask(server.url, protocol="openrlhf")
     assert len(server.bodies) == 1
 

@@ -77,7 +77,7 @@ def test_the_last_match_is_the_score(reply, options, reward):
     "answer, words, times",
     [
         ((200, completion("Score: 11")), "no score from 0 to 10", 2),
-        ((200, completion("Score: -3")), "no score from 0 to 10", 2),
+        ((200, completion("Score: -3")), "-3 is not in --judge_range", 2),
         ((200, completion("I cannot say")), "no score from 0 to 10 in the reply that ends 'I cannot say'", 2),
         ((200, b"<html>"), "not JSON", 2),
         ((200, {"error": "?"}), "no chat completion", 2),
@@ -192,6 +192,7 @@ def test_wrong_addresses_and_keys_are_known_at_the_start():
         ({"judge_template": "nowhere"}, "nowhere: cannot be read"),
         ({"judge_template": "whole", "judge_rubric": "bare"}, "has no {rubric}"),
         ({"judge_pattern": "("}, "not a regular expression"),
+        ({"judge_params": '{"model": "x"}'}, "--judge_params: model is what --judge_model says"),
         ({"judge_range": (3.0, 3.0)}, "the first must be below"),
         ({"judge_params": "[1]"}, "give a JSON object"),
         ({"judge_key_variable": "NO_SUCH_VARIABLE"}, "is not set"),
@@ -204,6 +205,26 @@ def test_wrong_options(tmp_path, monkeypatch, options, words):
     with pytest.raises(UserError) as error:
         judge_of("http://127.0.0.1:1", **options)
     assert words in str(error.value)
+
+
+def test_fields_of_a_template_that_are_not_filled_in_are_named(tmp_path):
+    (tmp_path / "template").write_text('{"judge": {response}} {answr}')
+    found = GenerateOptions(pretrain="m", dataset="d", judge="http://x", judge_template=str(tmp_path / "template"))
+    lines = [line for group in type(found).__mro__ if group.__name__ == "JudgeOptions" for line in group.check(found)]
+    assert lines == [
+        "--judge_template: {answr} is sent as it stands; what is filled in is {prompt}, {response}, {label}, {rubric}"
+    ]
+
+
+def test_a_pattern_without_a_group_and_a_key_that_is_refused_later_say_what_to_do():
+    with judging(lambda _: (200, completion("Score: 7"))) as judge:
+        failed = asked(judge.url, make_reward_request(["x"]), judge_pattern="Score: [0-9]").failed[0]
+        assert "'Score: 7' is no number: --judge_pattern needs a group (...) around it" in failed
+    with (
+        judging(lambda _: (401, {})) as judge,
+        pytest.raises(RewardFailed, match=r"HTTP status 401.*judge_key_variable"),
+    ):
+        asked(judge.url, make_reward_request(["x"]))
 
 
 def test_fields_of_the_request():

@@ -7,12 +7,11 @@ together.
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import regex
 
 from trimtab.config.data_options import check_function, listed
 from trimtab.config.option import Options, option, required
@@ -405,7 +404,7 @@ class JudgeOptions(Options):
 
     def check(self) -> Iterable[str]:
         if not self.judge:
-            return ()
+            return
         low, high = self.judge_range
         if low >= high:
             raise UserError(f"--judge_range {low:g} {high:g}: the first must be below the second")
@@ -415,12 +414,19 @@ class JudgeOptions(Options):
             raise UserError(f"--judge_rubric: --judge_template {self.judge_template} has no {{rubric}} to put it in")
         if self.judge_key_variable and not os.environ.get(self.judge_key_variable):
             raise UserError(f"--judge_key_variable {self.judge_key_variable}: this variable is not set; export it")
-        try:
-            regex.compile(self.judge_pattern or "")
-        except regex.error as error:
-            raise UserError(f"--judge_pattern {self.judge_pattern}: not a regular expression ({error})") from error
+        if self.judge_pattern:
+            import regex  # which need not be there for --help
+
+            try:
+                regex.compile(self.judge_pattern)
+            except regex.error as error:
+                raise UserError(f"--judge_pattern {self.judge_pattern}: not a regular expression ({error})") from error
         self.judge_request  # noqa: B018 (it refuses what is no JSON object)
-        return ()
+        if self.judge_template:
+            known = ("{prompt}", "{response}", "{label}", "{rubric}")
+            unknown = dict.fromkeys(re.findall(r"\{[a-z_]+\}", self.judge_question)) - dict.fromkeys(known).keys()
+            for field in sorted(unknown):
+                yield f"--judge_template: {field} is sent as it stands; what is filled in is {', '.join(known)}"
 
     @property
     def judge_question(self) -> str:
@@ -444,6 +450,9 @@ class JudgeOptions(Options):
             more = None
         if not isinstance(more, dict):
             raise UserError(f'--judge_params {self.judge_params}: give a JSON object, such as {{"temperature": 0.5}}')
+        for name, flag in {"model": "judge_model", "messages": "judge_template"}.items():
+            if name in more:
+                raise UserError(f"--judge_params: {name} is what --{flag} says: leave it out here")
         fields = {"temperature": 0, "max_tokens": 1024} | more
         return {name: value for name, value in fields.items() if value is not None}
 

@@ -189,8 +189,8 @@ class Generation:
         share, all_prompts = self.options.failed_reward_share, len(self.rows)
         if failed and self._failed_rewards > max(share * all_prompts, float(share > 0)):
             raise RewardFailed(
-                f"{self._failed_rewards} prompts had to be left out since a reward failed, and {share:g} of "
-                f"{all_prompts} may (--max_failed_rewards); the last: {failed[-1]}"
+                f"a reward failed for {self._failed_rewards} of {all_prompts} prompts, more than the share of "
+                f"{share:g} that may be left out (--max_failed_rewards); the last: {failed[-1]}"
             )
 
     def figures(self) -> dict[str, str]:

@@ -286,7 +286,8 @@ class HTTPReward:
                     if lasting > 1 or (isinstance(error, ProtocolError | RewardRefused) and len(self.addresses) == 1):
                         break
         self._failures += 1
-        raise kind(f"no reward for {rows_text(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
+        tried = f"{len(failures)} attempt{'s' * (len(failures) > 1)}"
+        raise kind(f"no reward for {rows_text(rows)} after {tried}; the last: {failures[-1]}")
 
     async def _json(self, url: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """The JSON object that an address answers; `body` None: to GET. A ProtocolError is not worth another try."""

@@ -46,6 +46,7 @@ FIELDS = re.compile(r"\{(prompt|response|label|rubric)\}")
 # Also "Score (0-10): 7" and "**Score** - 7"; the separator is as short as can be, so that a sign is the number's.
 SCORE = r"(?i)score(?:[ *]*\([^)]*\))?\W{0,6}?([-+\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+))"
 ATTEMPTS_AT_START, SECONDS_AT_START = 3, 10.0
+KEY_HINT = f"set the key as {TOKEN_VARIABLE}, or name its variable with --judge_key_variable"
 TOKEN_LOGS = ("prompt_tokens", "completion_tokens")
 
 
@@ -166,14 +167,26 @@ class JudgeReward(HTTPReward):
 
     def score(self, reply: str) -> float | None:
         """The reward of a reply, from 0 to 1; None: it has no score in the range."""
+        reward, _ = self._read(reply)
+        return reward
+
+    def _read(self, reply: str) -> tuple[float | None, str]:
+        """The reward of a reply or, if it has none, why."""
         low, high = self._range
         try:
             *_, found = [None, *list(self._pattern.finditer(reply, timeout=SEARCH_SECONDS))]
-            text = found.group(1 if self._pattern.groups else 0) if found else None
-            number = None if text is None else float(text.replace("\u2212", "-"))  # a minus sign that is no hyphen
-        except (TimeoutError, ValueError, TypeError):
-            return None
-        return (number - low) / (high - low) if number is not None and low <= number <= high else None
+        except TimeoutError:
+            return None, f"--judge_pattern takes more than {SEARCH_SECONDS:g} s"
+        if found is None:
+            return None, "nothing is like --judge_pattern"
+        text = found.group(1 if self._pattern.groups else 0) or ""
+        try:
+            number = float(text.replace("\u2212", "-"))  # a minus sign that is no hyphen
+        except ValueError:
+            return None, f"{text[:40]!r} is no number: --judge_pattern needs a group (...) around it"
+        if not low <= number <= high:
+            return None, f"{number:g} is not in --judge_range"
+        return (number - low) / (high - low), ""
 
     # ---- on the event loop
 
@@ -185,9 +198,9 @@ class JudgeReward(HTTPReward):
             entry = await self._once(key, body, rows, number)
         if "failed" in entry:
             raise RewardFailed(entry["failed"])
-        reward = self.score(entry["text"])
+        reward, problem = self._read(entry["text"])
         if reward is None:  # it was read when it came, and took too long now
-            raise RewardFailed(f"--judge_pattern takes more than {SEARCH_SECONDS:g} s to find a score in a reply")
+            raise RewardFailed(f"no score in a reply: {problem}")
         return RewardResult([reward], logs={name: [float(entry[name])] for name in (*TOKEN_LOGS, "seconds")})
 
     async def _once(self, key: str, body: dict[str, Any], rows: range, number: int) -> dict[str, Any]:
@@ -200,8 +213,8 @@ class JudgeReward(HTTPReward):
     async def _judged(self, key: str, body: dict[str, Any], rows: range, number: int) -> dict[str, Any]:
         try:
             entry = await self._retried(lambda address: self._ask(address, body), rows, number)
-        except RewardRefused:
-            raise
+        except RewardRefused as error:
+            raise RewardRefused(f"{error}; {KEY_HINT}") from error
         except RewardFailed as error:
             if not self.tolerant:
                 raise
@@ -217,11 +230,13 @@ class JudgeReward(HTTPReward):
             tokens = {name: int(usage.get(name) or 0) for name in TOKEN_LOGS}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise RewardFailed(f"a reply that is no chat completion: {json.dumps(reply)[:120]}") from None
-        if not isinstance(text, str) or self.score(text) is None:
+        reward, problem = self._read(str(text))
+        if reward is None:
             low, high = self._range
             shown = repr(" ".join(str(text).split())[-120:])
             kind = LastsLikely if self._body.get("temperature") == 0 else RewardFailed
-            raise kind(f"no score from {low:g} to {high:g} in the reply that ends {shown} (--judge_pattern)")
+            raise kind(f"no score from {low:g} to {high:g} in the reply that ends {shown} ({problem})")
+        text = str(text)
         return {"text": text, **tokens, "seconds": round(time.monotonic() - began, 3)}
 
     async def _check(self, model: str | None) -> str:
@@ -234,8 +249,7 @@ class JudgeReward(HTTPReward):
                     listed = (await self._json(f"{address.url}/models", None)).get("data")
                 break
             except RewardRefused as error:
-                hint = f"set the key as {TOKEN_VARIABLE}, or name its variable with --judge_key_variable"
-                raise UserError(f"--judge {address.shown}: {error}; {hint}") from error
+                raise UserError(f"--judge {address.shown}: {error}; {KEY_HINT}") from error
             except (ProtocolError, RewardFailed) as error:  # a server without this list
                 problem = f" ({error})"
             except (httpx.HTTPError, TimeoutError) as error:

@@ -90,7 +90,7 @@ def test_too_many_failures_in_an_evaluation_end_the_run(folder, tmp_path, capsys
     with judging(answer) as judge:
         words = without(words_of(folder, tmp_path / "run", judge.url, "--max_steps 1"), "--eval_n_samples_per_prompt")
         assert main([*words, "--judge_concurrency", "1"]) == 1
-    assert "2 prompts of the evaluation had to be left out" in capsys.readouterr().err
+    assert "a reward failed for 2 of the evaluation's " in capsys.readouterr().err
 
 
 FLAKY = """

@@ -226,6 +226,7 @@ def check_places(options: RLOptions) -> None:
 def places_written(options: RLOptions) -> dict[str, str]:
     """The folders that a run writes to, by option."""
     places = {"save_path": options.save_path, "ckpt_path": options.ckpt_path, "record": options.record}
+    places["judge_cache"] = options.judge_cache and str(Path(options.judge_cache).parent)
     places |= {"use_tensorboard": options.use_tensorboard, "use_visualdl": options.use_visualdl}
     if isinstance(options, TailOptions):
         places |= {"save_info_path": options.save_info_path, "negdata_path": options.negdata_path}

@@ -188,16 +188,16 @@ class Failures:
         self._report(unrewarded, "a reward")
         if self._too_many(unrewarded, self.unrewarded, options.failed_reward_share):
             raise RewardFailed(
-                f"{self.unrewarded} groups of an iteration had to be left out since a reward failed, and "
-                f"{options.failed_reward_share:g} of its {options.rollout_batch_size} may (--max_failed_rewards); the "
+                f"a reward failed for {self.unrewarded} of an iteration's {options.rollout_batch_size} groups, more "
+                f"than the share of {options.failed_reward_share:g} that may be left out (--max_failed_rewards); the "
                 f"last: {unrewarded[-1].problem}"
             )
         played = self.groups - self.unrewarded
         if len(failed) > len(unrewarded) and self._too_many(failed, played, options.env_max_failed):
             raise EnvironmentFailed(
-                f"{options.environment_flag}: {played} groups of an iteration had to be left out, and "
-                f"{options.env_max_failed:g} of its {options.rollout_batch_size} may (--env_max_failed); the last: "
-                f"{failed[-1].problem}"
+                f"{options.environment_flag}: it failed for {played} of an iteration's {options.rollout_batch_size} "
+                f"groups, more than the share of {options.env_max_failed:g} that may be left out (--env_max_failed); "
+                f"the last: {failed[-1].problem}"
             )
 
     def _report(self, failed: Sequence[FailedGroup], what: str) -> None:
@@ -268,8 +268,8 @@ class Evaluation:
         share, prompts = self.failed_share, len(self.store)
         if len(unrewarded) > max(share * prompts, float(share > 0)):
             raise RewardFailed(
-                f"{len(unrewarded)} prompts of the evaluation had to be left out since a reward failed, and {share:g} "
-                f"of {prompts} may (--max_failed_rewards); the last: {unrewarded[-1].problem}"
+                f"a reward failed for {len(unrewarded)} of the evaluation's {prompts} prompts, more than the share of "
+                f"{share:g} that may be left out (--max_failed_rewards); the last: {unrewarded[-1].problem}"
             )
         self.shown = of_evaluation(experience)
         n, firsts_E, groups_E = self.sampling.n, experience.firsts_E, experience.groups_E
