@@ -3,6 +3,7 @@
 import pytest
 
 from tests.tiny import tiny_model
+from trimtab.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +100,8 @@ def test_a_size_stands_for_a_model_of_that_size(tmp_path, monkeypatch, plan):
     monkeypatch.chdir(tmp_path)
     told = plan("sft", "--pretrain 7B --bf16 --max_len 64 --on H200")
     assert told.startswith("sft of 7B on H200") and "working weights                            12.55" in told
+
+
+def test_a_rehearsal_is_no_plan(capsys):
+    assert main(["plan", "sft", "--pretrain", "7B", "--rehearse", "4"]) == 2
+    assert "--rehearse measures, and plans nothing: trimtab sft" in capsys.readouterr().err

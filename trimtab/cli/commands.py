@@ -227,6 +227,8 @@ def plan(argv: list[str]) -> None:
     clustered = own.nodes is not None or own.gpus is not None
     options, _ = settle(parse(job, [*(["--ray"] if clustered and issubclass(job, RLOptions) else []), *job_words]))
     assert isinstance(options, Planned), "every training job has a model"
+    if options.rehearse:
+        raise UserError(f"--rehearse measures, and plans nothing: trimtab {own.verb} with the same options does that")
     if not options.pretrain:
         raise UserError(
             "--pretrain is missing: give a hub name, a model folder (its config.json is enough), or 7B or so"

@@ -241,6 +241,8 @@ class RLOptions(
             return
         name_one = "set --reward_pretrain, --reward_func, --remote_rm_url, --judge or --reward_verifier"
         if not self.is_taught and not self.replay:
+            if self.teacher_divergence != "sampled":
+                return  # there is no teacher, which is said elsewhere
             raise UserError(f"nothing gives rewards: {name_one}")
         if self.eval_dataset:
             raise UserError(f"--eval_dataset needs a reward to measure with: {name_one}, or leave it out")

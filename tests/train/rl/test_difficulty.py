@@ -159,6 +159,13 @@ def test_killed_in_the_middle_and_resumed_equals_uninterrupted(tasks, finished, 
     assert "Difficulty pools" in (whole / "report.html").read_text()
 
 
+def test_a_run_whose_prompts_are_all_retired_says_why_it_ends(tasks, tmp_path):
+    given = arguments(tasks, tmp_path, "difficulty", "--difficulty_return 0 --difficulty_after 1 --num_episodes 6")
+    said = warm.output(given, 0)
+    found = rows(tmp_path)[-1]["step"]
+    assert f"ended after {found} of " in said and "the other turns' prompts were retired or filtered out" in said
+
+
 @pytest.mark.short(1)
 @pytest.mark.parametrize("moment", [(3, "score", 0), (3, "update", 1), (4, "sample", 0)], ids=str)
 def test_stopped_with_a_batch_in_hand_or_lost_and_resumed_equals_uninterrupted(tasks, finished, tmp_path, moment):

@@ -300,6 +300,9 @@ class RLRun:
                 if stop.signal and not self.is_done():
                     self.leave(stop)
             self.measure_end(stop)
+            if (done := self.counters.iteration) < self.files.total:
+                why = "the other turns' prompts were retired or filtered out"
+                print(f"ended after {done} of {self.files.total} iterations: {why}", flush=True)
             self.conclude(stop)
             if self.counters.skipped_in_a_row:
                 raise RunFailed(diverged_line(self.counters.skipped_in_a_row, "updates", self.files.folder))
