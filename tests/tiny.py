@@ -36,7 +36,7 @@ FAMILIES = {
     "qwen2_moe_window": QWEN2_EXPERTS | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "phimoe": {  # its window is said by its mask alone
         **{"num_local_experts": 4, "num_experts_per_tok": 2},
-        **{"sliding_window": 5, "input_jitter_noise": 0.01},
+        **{"sliding_window": 5, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     },
     "phi3_longrope": {
         "original_max_position_embeddings": 12,

@@ -80,5 +80,6 @@ def test_no_other_user_can_read_the_token(tmp_path):
     assert not (tmp_path / ".ray").exists()
 
 
+@pytest.mark.long
 def test_workers_end_soon_after_a_driver_that_was_killed(tmp_path):
     run_alone(KILLED, tmp_path)

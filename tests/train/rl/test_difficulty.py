@@ -145,7 +145,7 @@ def test_pools_of_other_prompts_are_refused():
 # ---- whole runs
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("moment", [(4, "update", 1), (3, "sample", 0), (2, "write", 0), (5, "score", 0)], ids=str)
 def test_killed_in_the_middle_and_resumed_equals_uninterrupted(tasks, finished, tmp_path, moment):
     given = arguments(tasks, tmp_path, "difficulty")

@@ -46,6 +46,7 @@ def test_smaller_passes_change_nothing_but_rounding(task, monkeypatch, capsys, e
     assert_same_numbers(whole, cut)
 
 
+@pytest.mark.long
 def test_a_resumed_run_cuts_as_the_run_before_it(task, monkeypatch):
     with_room_for(ROOM, monkeypatch)
     assert main(of(task, "whole", "grpo")) == 0
