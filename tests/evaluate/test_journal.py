@@ -60,6 +60,14 @@ def test_unfinished_work_of_other_settings_is_refused_and_kept(tmp_path):
     assert Journal(str(tmp_path / "out.jsonl"), SETTINGS).done == {0: "a"}
 
 
+def test_what_is_unset_need_not_have_been_known(tmp_path):
+    """A later version has more settings."""
+    begun(tmp_path, sampling={"temperature": 1.0}).write(0, "a")
+    assert begun(tmp_path, sampling={"temperature": 1.0, "prompt_log_probs": None}).done == {0: "a"}
+    with pytest.raises(UserError, match="another sampling"):
+        begun(tmp_path, sampling={"temperature": 1.0, "prompt_log_probs": 0})
+
+
 def test_what_may_be_corrected_binds_when_an_item_is_finished(tmp_path):
     def opened(**changes):
         journal = Journal(str(tmp_path / "out.jsonl"), SETTINGS | changes, correctable=("reward",))

@@ -87,7 +87,7 @@ class Journal:
         except (ValueError, RecursionError) as error:
             raise self._damaged(f"{path} does not tell what work it is") from error
         binding = [name for name in {**found, **self.settings} if name not in free]
-        differing = [name for name in binding if found.get(name) != self.settings.get(name)]
+        differing = [name for name in binding if _given(found.get(name)) != _given(self.settings.get(name))]
         if differing:
             raise UserError(
                 f"{self.folder} holds unfinished work with another {', '.join(differing)}: repeat that command to "
@@ -178,3 +178,9 @@ def write_rows(rows: list[dict[str, Any]], journal: Journal, options: GenerateOp
         print(f"{'reward':9}mean {sum(scored) / len(scored):.4f}, from {min(scored):.4f} to {max(scored):.4f}")
     kind = f" ({options.post_processor})" if options.post_processor else ""
     print(f"{'rows':9}{journal.output}: {len(made):,}{kind} of {len(rows):,} answers", flush=True)
+
+
+def _given(setting: Any) -> Any:
+    """A setting without what is unset, which an earlier version may not have known."""
+    is_dict = isinstance(setting, dict)
+    return {name: value for name, value in setting.items() if value is not None} if is_dict else setting
