@@ -45,11 +45,26 @@ def test_a_world_of_one_communicates_with_nobody():
 @pytest.mark.parametrize("others, most", [(["own"], 1), (["first", "second"], 1), (["same"], 2), (["same", "same"], 3)])
 def test_processes_of_a_device_are_counted_by_its_name(monkeypatch, others, most):
     """A launcher may show each process its own device alone: their number says nothing."""
-    monkeypatch.delenv(PER_DEVICE, raising=False)
+    monkeypatch.setenv(PER_DEVICE, "0")  # so that what is counted is forgotten after the test
+    monkeypatch.delenv(PER_DEVICE)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(process_group, "count_accelerators", lambda: 1)
     monkeypatch.setattr(process_group, "device_name", lambda _: "same")
     store = dist.HashStore()
     for rank, name in enumerate(others, 1):
         store.set(f"{process_group.DEVICE_KEY}/{rank}", f"{socket.gethostname()}/{name}")
     found = process_group.most_per_device(torch.device("cuda"), store, 0, 1 + len(others))
     assert found == most == device.processes_per_device(1)
+
+
+def test_names_of_devices_are_not_compared_where_each_process_has_its_own(monkeypatch):
+    """Machines of a cluster may have one name, and devices no identity."""
+    monkeypatch.setenv(PER_DEVICE, "0")  # so that what is counted is forgotten after the test
     monkeypatch.delenv(PER_DEVICE)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(process_group, "count_accelerators", lambda: 2)
+    monkeypatch.setattr(process_group, "device_name", lambda _: "same")
+    store = dist.HashStore()
+    store.set(f"{process_group.DEVICE_KEY}/1", "1")
+    assert process_group.most_per_device(torch.device("cuda"), store, 0, 2) == 1
+    assert store.get(f"{process_group.DEVICE_KEY}/0") == b"0"

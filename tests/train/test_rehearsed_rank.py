@@ -127,7 +127,7 @@ def test_a_reward_model_scores_this_ranks_samples_in_its_own_passes(words, passe
     assert passes_of(monkeypatch, capsys, words) == passes
 
 
-def test_a_loss_over_the_vocabulary_needs_more_memory_for_the_teachers_states(capsys, monkeypatch):
+def test_for_a_loss_over_the_vocabulary_the_teacher_gives_its_hidden_states(capsys, monkeypatch):
     """4 x 2 answers of 16 tokens in 4 processes, with hidden states of 64 numbers."""
     monkeypatch.setitem(workload._LLAMAS, "8B", (64, 128, 2, 4, 2, 512))
     asked = []

@@ -28,8 +28,10 @@ from trimtab.distributed.device import (
     INTERFACES,
     Device,
     choose_collectives,
+    count_accelerators,
     device_name,
     kind_of,
+    processes_per_device,
     widest,
 )
 from trimtab.distributed.serialization import Serializer
@@ -186,10 +188,11 @@ def _launcher_store(size: int) -> dict[str, Any]:
 
 
 def most_per_device(device: torch.device, store: dist.Store, rank: int, world_size: int) -> int:
-    """The largest number of processes on one device, the same in all processes. A launcher may show each process its
-    own device alone, so the number of visible devices does not say."""
+    """The largest number of processes on one device, the same in all processes. Where a machine has more processes than
+    one sees devices, they compare the devices' names: a launcher may show each process its own device alone."""
     if PER_DEVICE not in os.environ:
-        store.set(f"{DEVICE_KEY}/{rank}", f"{socket.gethostname()}/{device_name(device)}")
+        shared = processes_per_device(count_accelerators()) > 1
+        store.set(f"{DEVICE_KEY}/{rank}", f"{socket.gethostname()}/{device_name(device)}" if shared else str(rank))
         names = store.multi_get([f"{DEVICE_KEY}/{other}" for other in range(world_size)])
         os.environ[PER_DEVICE] = str(max(Counter(names).values()))
     return int(os.environ[PER_DEVICE])

@@ -425,7 +425,7 @@ class GraphCache:
         return 0 if self.states is None else max(self.states.rows, padded_rows(samples))
 
     def state_sequences(self, samples: int) -> int:
-        """For how many sequences memory is still needed, if so many run at once: for the table's rows, or their own."""
+        """For how many sequences states still need memory, if this many run at once: the table's rows, or their own."""
         if self.states is None or not self.possible:
             return samples
         return self.state_rows(samples) - (self.states.rows if self.states.nbytes else 0)
