@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rollouts import policy_of, start_vllm
 from runs import Bench
-from shapes import FAMILIES, SHAPES, TINY, make_family, make_model
+from shapes import FAMILIES, make_family, make_model
 
 from trimtab.data.batches import TokenBatch
 from trimtab.models.compile import fuse_layers
@@ -40,14 +40,15 @@ SAMPLES, LONGEST_PROMPT, LONGEST_ANSWER = 8, 400, 512
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", default=["360M:512:1000000"])
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--packings", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0, help="of prompts and answers: counts of several add up")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters")
     parser.set_defaults(exact=True)
 
 
-def model_of(name: str, device: torch.device) -> torch.nn.Module:
-    model = make_family(name, device) if name in FAMILIES else make_model(SHAPES.get(name, TINY), device)
+def model_of(name: str, bench: Bench) -> torch.nn.Module:
+    model = make_family(name, bench.device) if name in FAMILIES else make_model(bench.shape(name), bench.device)
     with torch.no_grad():
         for weight in model.parameters():  # sharper than at initialisation
             weight.mul_(1.5) if weight.ndim > 1 else weight.add_(0.1 * torch.randn_like(weight))
@@ -76,7 +77,7 @@ def log_probs(policy: Policy, rollouts: list[Trajectory], order: list[int], rows
 def measure(bench: Bench, words: str) -> None:
     name, rows, wanted = words.split(":")
     heat, rng = bench.arguments.temperature, np.random.default_rng(bench.arguments.seed)
-    policy = policy_of(model_of(name, bench.device), bench, bench.arguments.lora).eval()
+    policy = policy_of(model_of(name, bench), bench, bench.arguments.lora).eval()
     room = int(rows) * (LONGEST_PROMPT + LONGEST_ANSWER) // 3
     engine = BuiltinEngine(policy, max_num_seqs=int(rows), kv_tokens=room, prefix_caching=True)
     prompts = max(1, int(rows) // SAMPLES)
@@ -88,7 +89,8 @@ def measure(bench: Bench, words: str) -> None:
         ids = [rng.integers(3, policy.head.out_features, length).tolist() for length in lengths]
         if second := bool(rollouts):
             ids = [[*r.prompt_ids, *r.ids, *new[:50]] for r, new in zip(rollouts[::SAMPLES], ids, strict=True)]
-        sampling = SamplingParams(max_new_tokens=LONGEST_ANSWER, n=SAMPLES, temperature=heat)
+        cut = bench.arguments.top_p
+        sampling = SamplingParams(max_new_tokens=LONGEST_ANSWER, n=SAMPLES, temperature=heat, top_p=cut)
         seeds = (rng.integers(0, 2**31, prompts)).tolist()
         rollouts = engine.generate(ids, sampling, seeds=seeds, limits=limits)
         sampled = torch.cat([torch.tensor(r.log_probs) for r in rollouts])
@@ -126,7 +128,7 @@ def measure_vllm(bench: Bench, words: str) -> None:
     rng, folder, model = (
         np.random.default_rng(bench.arguments.seed),
         bench.folder / "vllm",
-        model_of(name, bench.device),
+        model_of(name, bench),
     )
     most = (LONGEST_PROMPT, LONGEST_ANSWER) if not bench.tiny else (20, 10)
     lengths = rng.integers(1, most[0] + 1, max(1, int(rows) // SAMPLES)).tolist()
@@ -157,7 +159,7 @@ def measure_vllm(bench: Bench, words: str) -> None:
 
 def measure_gradients(bench: Bench, name: str) -> None:
     rng, found, chosen = np.random.default_rng(0), {}, []
-    model = model_of(name, bench.device)
+    model = model_of(name, bench)
     ids = [rng.integers(3, model.config.vocab_size, length) for length in (900, 700, 400, 48)]
     batch = TokenBatch.of([(own, np.arange(len(own)) > 8) for own in ids]).to(bench.device)
     for kind in ("fp32", "modules", "fused"):
