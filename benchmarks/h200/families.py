@@ -113,6 +113,7 @@ def measure_vllm(bench: Bench, name: str) -> None:
     if name == "qwen3_5_text":  # vLLM 0.24 knows it with a vision model alone
         config, kind = AutoConfig.for_model("qwen3_5", text_config=config.to_dict()), "Qwen3_5ForConditionalGeneration"
         more["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+        more["gdn_prefill_backend"] = "triton"  # by default it is FlashInfer's there, which may be missing
     config.architectures = [kind]
     config.save_pretrained(folder)
     bench.release()

@@ -81,7 +81,8 @@ FAMILIES: dict[str, dict] = {
     # DeepSeek-V2-Lite has 27 layers
     "deepseek_v2": {"hidden_size": 2048, "num_hidden_layers": 7, "num_attention_heads": 16, "num_key_value_heads": 16,
                     "intermediate_size": 10_944, "moe_intermediate_size": 1408, "first_k_dense_replace": 1,
-                    "q_lora_rank": None, "num_experts_per_tok": 6, "max_position_embeddings": 32_768},
+                    "q_lora_rank": None, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1,
+                    "max_position_embeddings": 32_768},
 }  # fmt: skip
 """Sizes by transformers' model type."""
 

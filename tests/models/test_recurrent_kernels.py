@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.rollout.kernel_device import CLOSE, DEVICE, DTYPE
-from tests.rollout.test_builtin_engine import policy_of, prompts
+from tests.rollout.test_builtin_engine import prompts
+from tests.rollout.test_cuda_engine import policy_of
 from tests.tiny import RECURRENT_FAMILIES
 from trimtab.models import recurrent, recurrent_kernels
 from trimtab.models.recurrent_kernels import StepFunction, step_forward

@@ -1,5 +1,6 @@
 """--rehearse N: one process plays a rank of N, and takes what a process of a real run takes."""
 
+import dataclasses
 from unittest.mock import Mock
 
 import pytest
@@ -8,10 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import plan_layouts
 from tests.command import run
+from trimtab.models.policy import Policy
 from trimtab.plan import planner, workload
 from trimtab.rewards.models import FrozenModelReward
 from trimtab.rollout.factory import EngineMemory
-from trimtab.train import supervised_tasks
+from trimtab.train import rehearsal, supervised_tasks
+from trimtab.train.optimizer import Optimizer
 from trimtab.train.rl.teacher import Teaching
 from trimtab.train.supervised_tasks import SFTTask
 
@@ -120,11 +123,60 @@ def passes_of(monkeypatch, capsys, words) -> list[int]:
     [
         ("--rehearse 2 --micro_reward_batch_size 1", [1] * 4),
         ("--rehearse 4 --micro_reward_batch_size 2", [2]),
-        ("--rehearse 2 --use_dynamic_batch --train_max_tokens_per_gpu 64", [4]),
+        ("--rehearse 2 --use_dynamic_batch --train_max_tokens_per_gpu 64", [4] * 2),  # also of rows that are full
     ],
 )
 def test_a_reward_model_scores_this_ranks_samples_in_its_own_passes(words, passes, monkeypatch, capsys):
     assert passes_of(monkeypatch, capsys, words) == passes
+
+
+@pytest.mark.parametrize(
+    "words, lengths",
+    [
+        # Samples of 30 tokens leave 10 of 40 free; two of 20 do not.
+        ("sft --max_len 30 --packing_samples --train_max_tokens_per_gpu 40", [[40], [30, 30], [30, 30]]),
+        # A group of 8 + 2 x 16 leaves 10 of 50 free, and two with answers of 8 leave 2.
+        (
+            "grpo --prompt_max_len 8 --generate_max_len 16 --n_samples_per_prompt 2 --rollout_batch_size 4"
+            " --use_dynamic_batch --train_max_tokens_per_gpu 50",
+            [[48], [40, 40], [40, 40]],
+        ),
+    ],
+)
+def test_the_first_step_fills_the_rows(words, lengths, capsys, monkeypatch):
+    """Of 4 samples or groups, this rank of two has two."""
+    monkeypatch.setitem(workload._LLAMAS, "8B", (64, 128, 2, 4, 2, 512))
+    seen, forward, measured = [[]], Policy.forward, rehearsal._measured
+
+    def counted(self, batch, **more):
+        if torch.is_grad_enabled():
+            seen[-1].append(batch.ids_T.numel())
+        return forward(self, batch, **more)
+
+    monkeypatch.setattr(Policy, "forward", counted)
+    monkeypatch.setattr(rehearsal, "_measured", lambda *given: seen.append([]) or measured(*given))
+    size = 8 if words.startswith("grpo") else 4
+    run(capsys, f"{words} --pretrain 8B --rehearse 2 --train_batch_size {size}")
+    assert seen[1:] == lengths
+
+
+def test_a_step_is_taken_although_sums_of_copies_are_no_numbers(capsys, monkeypatch):
+    """Without it nothing shows the memory of Adam's moments."""
+    monkeypatch.setitem(workload._LLAMAS, "8B", (64, 128, 2, 4, 2, 512))
+    loss, taken, own = SFTTask.loss, [], Optimizer.apply
+
+    def broken(*given):
+        term = loss(*given)
+        return dataclasses.replace(term, loss=term.loss * torch.nan)
+
+    def apply(*given, **more):
+        taken.append(own(*given, **more))
+        return taken[-1]
+
+    monkeypatch.setattr(SFTTask, "loss", broken)
+    monkeypatch.setattr(Optimizer, "apply", apply)
+    run(capsys, "sft --pretrain 8B --rehearse 2 --max_len 16 --train_batch_size 16 --zero_stage 3")
+    assert [step.applied for step in taken] == [True] * 3
 
 
 def test_for_a_loss_over_the_vocabulary_the_teacher_gives_its_hidden_states(capsys, monkeypatch):

@@ -106,8 +106,17 @@ class PassBytes:
 
     kept: int
     """Activations saved for the backward pass."""
-    peak: int
-    """The most bytes alive at once, with activations, without weights and gradient sums."""
+    head: int
+    """The most bytes alive at once up to the head's backward pass, with activations, without weights and gradient
+    sums."""
+    layers: int
+    """The same while gradients pass the layers."""
+    embedding: int
+    """The same after the layers."""
+
+    @property
+    def peak(self) -> int:
+        return max(self.head, self.layers, self.embedding)
 
 
 class FakeModel:
@@ -158,14 +167,41 @@ class FakeModel:
             known = [*self.model.parameters(), *self.model.buffers(), *self._gradient_sums()]
             batch = self._batch(rows, tokens)
             self.model.train()
-            with LiveBytes(known) as live:
+            with LiveBytes(known) as live, self._peaks(live) as peaks:
                 value = self._value(batch)
                 kept = live.now
                 value.backward()
             self._sums.clear()
             for parameter in self._trained():
                 parameter.grad = None
-        return PassBytes(kept, live.peak)
+        return PassBytes(kept, *peaks)
+
+    @contextlib.contextmanager
+    def _peaks(self, live: LiveBytes) -> Iterator[list[int]]:
+        """Collect the peaks before gradients reach the last layer, until they leave the first, and after that."""
+        peaks: list[int] = []
+        layers = layers_of(self.model.inner)
+
+        def end_part(number: int) -> None:
+            if len(peaks) == number:
+                peaks.append(live.peak)
+                live.peak = live.now
+
+        def watch(number: int, states: Any) -> None:
+            states = next(iter(states), None) if isinstance(states, tuple) else states
+            if isinstance(states, Tensor) and states.requires_grad:
+                states.register_hook(lambda _: end_part(number))
+
+        hooks = [
+            layers[-1].register_forward_hook(lambda _, __, out: watch(0, out)),
+            layers[0].register_forward_pre_hook(lambda _, given: watch(1, given)),
+        ]
+        try:
+            yield peaks
+        finally:
+            for hook in hooks:
+                hook.remove()
+            peaks += [live.peak] * (3 - len(peaks))  # frozen embeddings end with the layers
 
     def scoring_pass(self, rows: RowShape, tokens: int) -> int:
         with self.mode, scoring(self.model):
@@ -255,6 +291,10 @@ class PlannedModel:
         """Trained parameters; of those"""
         self.learnt_layer = max(map(_learnt, layers), default=0)
         self.learnt_root = self.learnt - sum(map(_learnt, layers))
+        embedding = _untied_embedding(found.skeleton)
+        self.learnt_head = self.learnt_root - (
+            embedding.numel() if embedding is not None and embedding.requires_grad else 0
+        )
         inside = [p for layer in layers_of(found.skeleton) for p in layer.parameters() if p.requires_grad]
         self.matrices = [p.numel() for p in inside if p.ndim == 2] if options.optimizer == "muon" else []
         """Sizes of the trained matrices of layers that have Muon."""
@@ -283,9 +323,8 @@ class PlannedModel:
         """Number of weights in a token's matrix products: all but an untied embedding, and of experts only those that a
         token is routed to."""
         inner = self.whole.model.inner
-        embedding, head = inner.get_input_embeddings().weight, inner.get_output_embeddings()
-        tied = head is not None and head.weight is embedding
-        every = sum(p.numel() for p in inner.parameters()) - (0 if tied else embedding.numel())
+        embedding = _untied_embedding(self.whole.model)
+        every = sum(p.numel() for p in inner.parameters()) - (0 if embedding is None else embedding.numel())
         experts = [p for name, p in inner.named_parameters() if ".experts." in name and p.ndim == 3]
         return every - sum(p.numel() * (1 - self.config.num_experts_per_tok / p.shape[0]) for p in experts)
 
@@ -323,12 +362,18 @@ class PlannedModel:
         if 0 < recomputed < layers:
             none, every = self.training_bytes(tokens, 0), self.training_bytes(tokens, layers)
             kept = none.kept + (every.kept - none.kept) * recomputed // layers
-            return PassBytes(kept, kept + max(none.peak - none.kept, every.peak - every.kept))
+            return _with_additions(kept, none, every)
         one, two = (
             model.training_pass(self.rows, tokens, model.layers if recomputed else 0) for model in self._measured
         )
         kept = two.kept + (two.kept - one.kept) * (layers - 2)
-        return PassBytes(kept, kept + max(one.peak - one.kept, two.peak - two.kept))
+        return _with_additions(kept, one, two)
+
+
+def _with_additions(kept: int, *passes: PassBytes) -> PassBytes:
+    """With these activations, and what the passes add to theirs; there are none left at the embedding."""
+    head, layers = (max(getattr(p, name) - p.kept for p in passes) for name in ("head", "layers"))
+    return PassBytes(kept, kept + head, kept + layers, max(p.embedding for p in passes))
 
 
 def planned_models(
@@ -353,6 +398,12 @@ def shorten(model: PackedModel, layers: int) -> None:
         if isinstance(module, nn.ModuleList) and {type(child).__name__ for child in module} <= names:
             del module[layers:]
     model.config.get_text_config().num_hidden_layers = layers
+
+
+def _untied_embedding(model: PackedModel) -> nn.Parameter | None:
+    """The embedding, if it is not the head, too."""
+    embedding, head = model.inner.get_input_embeddings().weight, model.inner.get_output_embeddings()
+    return None if head is not None and head.weight is embedding else embedding
 
 
 def _bytes(module: nn.Module) -> int:

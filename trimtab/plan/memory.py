@@ -2,7 +2,8 @@
 
     rollout    weights and optimizer state, KV cache, prefill
     scoring    the same without prefill, and a forward pass without gradients
-    update     the same, with gradient sums, activations, and temporary memory of the backward pass
+    loss       the same, with gradient sums, activations, and what the head's backward pass takes
+    update     the same with the layers' backward passes in place of the head's
     reduction  of a sharded model: the end of the backward pass, with all gradients and no activations
 
 What a process holds of a model sharded over several:
@@ -29,7 +30,7 @@ from trimtab.distributed.ray.placement import Engines
 from trimtab.models.lm_head import chunk_tokens
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.policy import Policy
-from trimtab.plan.fake_model import PlannedModel
+from trimtab.plan.fake_model import PassBytes, PlannedModel
 from trimtab.plan.hardware import Hardware
 from trimtab.plan.layouts import Split
 from trimtab.plan.workload import Work, scoring_tokens
@@ -43,8 +44,9 @@ LAYERS_IN_HAND = 2  # gathered at a time: the running one and the next
 # in a backward pass also their gradients, and the gradients being sent back.
 SCORED_KEYS, LEARNT_KEYS = 6, 10
 
-PHASES = ("rollout", "scoring", "update", "reduction")
-LEARNING = ("update", "reduction")
+PHASES = ("rollout", "scoring", "loss", "update", "reduction")
+PASSES = ("loss", "update")
+LEARNING = (*PASSES, "reduction")
 
 
 def sampling_bytes(sequences: int, vocabulary: int, options: RLOptions) -> int:
@@ -148,7 +150,7 @@ class ProcessMemory:
 
     def passes(self, tokens: int) -> int:
         """Number of micro-batches in an optimizer step."""
-        return -(-self.step_tokens // tokens)
+        return -(-self.step_tokens // self.work.rows.packed(tokens))
 
     def at(self, tokens: int, recomputed: int | None = None) -> Memory:
         """The memory with micro-batches of `tokens` (at most a step's); `recomputed`: layers with gradient
@@ -162,7 +164,7 @@ class ProcessMemory:
             memory.parts.append(Part(name, max(self._scoring(model, tokens) for model in scorers), ("scoring",)))
         # Actor and critic are updated in turn, so the larger one decides.
         updates = [self._update(model, tokens, recomputed) for model in self.learners]
-        memory.parts += max(updates, key=lambda parts: sum(part.size for part in parts), default=[])
+        memory.parts += max(updates, key=lambda parts: Memory(tokens, list(parts)).peak, default=[])
         return memory
 
     # ---- state
@@ -273,26 +275,31 @@ class ProcessMemory:
         keys = self._gathered_keys(model, tokens, LEARNT_KEYS)
         return [
             *self._weights_and_gradients(model, tokens),
-            Part(f"{name}: activations of {own:,} tokens", taken.kept, ("update",)),
-            Part(f"{name}: what the backward pass adds", taken.peak - taken.kept, ("update",)),
+            Part(f"{name}: activations of {own:,} tokens", taken.kept, PASSES),
+            Part(f"{name}: what the head's backward pass adds", taken.head - taken.kept, ("loss",)),
+            Part(f"{name}: what a layer's backward pass adds", self._of_layers(taken), ("update",)),
             Part(f"{name}: keys and values of {tokens:,} tokens", keys, ("update",)),
         ]
+
+    def _of_layers(self, taken: PassBytes) -> int:
+        """What the backward pass adds after the head. Of several processes the embedding's is in the reduction."""
+        return (max(taken.layers, taken.embedding) if self._alone else taken.layers) - taken.kept
 
     def _weights_and_gradients(self, model: PlannedModel, tokens: int) -> list[Part]:
         name, split, parts = model.name, self.split, self.parts_of(model)
         width = GRADIENT_DTYPES[self.options.grad_accum_dtype].itemsize
         if self._alone:
-            return [Part(f"{name}: gradient sums", width * model.learnt, ("update",))]
-        found = [Part(f"{name}: working weights, gathered", model.weights, ("update",))]
+            return [Part(f"{name}: gradient sums", width * model.learnt, PASSES)]
+        found = [Part(f"{name}: working weights, gathered", model.weights, PASSES)]
         if split.zero_stage == 3:
             found = [Part(f"{name}: embedding, head and two layers, gathered", self._in_hand(model), LEARNING)]
             if split.neighbours > 1:
                 kept = model.weights // split.neighbours
-                found.append(Part(f"{name}: working weights, 1 / {split.neighbours}", kept, ("update",)))
+                found.append(Part(f"{name}: working weights, 1 / {split.neighbours}", kept, PASSES))
         if self.passes(tokens) > 1 and keeps_unsharded_sums(model.learnt * split.tensor):
             return [
                 *found,
-                Part(f"{name}: gradient sums, whole", width * model.learnt, ("update",)),
+                Part(f"{name}: gradient sums, whole", width * model.learnt, PASSES),
                 Part(f"{name}: gradient sums, while they are split", width * model.learnt, ("reduction",)),
             ]
         working, sums = 2 if self.options.bf16 else 4, 4 * model.learnt // parts
@@ -300,9 +307,9 @@ class ProcessMemory:
         last = (working + width) * model.learnt_root
         return [
             *found,
-            Part(f"{name}: gradient sums, 1 / {parts}", sums if self.passes(tokens) > 1 else 0, ("update",)),
+            Part(f"{name}: gradient sums, 1 / {parts}", sums if self.passes(tokens) > 1 else 0, PASSES),
             Part(f"{name}: gradients of a layer, and while they are summed", summed, ("update",)),
-            Part(f"{name}: gradients of embedding and head", working * model.learnt_root, ("update",)),
+            Part(f"{name}: gradient of the head", working * model.learnt_head, ("update",)),
             Part(f"{name}: gradients, 1 / {parts}", sums, ("reduction",)),
             Part(f"{name}: gradients of embedding and head, while summed", last, ("reduction",)),
         ]

@@ -45,6 +45,22 @@ class RowShape:
     def longest(self) -> int:
         return self.prompt + self.answer
 
+    def _answers(self, budget: int) -> int:
+        """Answers to a prompt that are one piece of a row of at most `budget` tokens."""
+        return max(1, min(self.group, (budget - self.prompt) // self.answer))
+
+    def packed(self, budget: int) -> int:
+        """Tokens of a row of whole pieces, of at most `budget` tokens if one piece is."""
+        piece = self.prompt + self._answers(budget) * self.answer
+        return max(1, budget // piece) * piece
+
+    def filling(self, budget: int) -> "RowShape":
+        """Rows with answers so much shorter that whole pieces fill `budget` tokens."""
+        answers = self._answers(budget)
+        pieces = -(-budget // (self.prompt + answers * self.answer))
+        answer = (budget // pieces - self.prompt) // answers
+        return dataclasses.replace(self, answer=answer) if 0 < answer < self.answer else self
+
     def examples(self, tokens: int) -> tuple[list[Example], list[int]]:
         """A row of exactly `tokens` tokens, and the length of each sequence's shared prefix; the last one may be
         shorter."""

@@ -1,9 +1,10 @@
 """`--rehearse N`: this process plays one rank of a run of N processes on its own device (distributed/fake_world).
 
 The job's own loaders, mesh, losses and optimizer run three steps on random tokens of the longest samples that the
-options allow. Memory and arithmetic are real and measured by phase; collectives return at once, and the time of their
-bytes is added at the link speeds of the plan's hardware table. Layers are not compiled, and rollouts are not sampled:
-the engine's gathered weights and KV cache are allocated, and one prefill is run. Nothing is written.
+options allow; in the first, samples are so much shorter that they fill the rows, which takes the most memory. Memory
+and arithmetic are real and measured by phase; collectives return at once, and the time of their bytes is added at the
+link speeds of the plan's hardware table. Layers are not compiled, and rollouts are not sampled: the engine's gathered
+weights and KV cache are allocated, and one prefill is run. Nothing is written.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from trimtab.distributed.device import (
     return_freed_memory,
 )
 from trimtab.distributed.fake_world import Traffic, fake_world, traffic
-from trimtab.distributed.fsdp import gathered, reshard_model
+from trimtab.distributed.fsdp import gathered, local, reshard_model
 from trimtab.distributed.launcher import Group, Processes, RoleHost
 from trimtab.distributed.process_group import World
 from trimtab.errors import OutOfMemory, UserError
@@ -51,10 +52,18 @@ from trimtab.plan.hardware import GIB, LINK_SHARE, ClusterHardware, of_device, s
 from trimtab.plan.layouts import Split
 from trimtab.plan.memory import FILL, sampling_bytes
 from trimtab.plan.planner import Plan, Planner
-from trimtab.plan.workload import RowShape, job_models, refuse_unplannable, supposed, with_sized_models
+from trimtab.plan.workload import (
+    RowShape,
+    job_models,
+    packs_by_tokens,
+    refuse_unplannable,
+    supposed,
+    with_sized_models,
+)
 from trimtab.rollout.factory import EngineMemory
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.launch import with_default_tokens, with_planned_micro_batches
+from trimtab.train.optimizer import Optimizer, OptimizerStep
 from trimtab.train.rl.checks import check_context
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.micro_batches import MicroBatcher, TextMixture, all_mini_batches
@@ -217,12 +226,32 @@ def _vocabulary(options: TrainedModelOptions) -> int:
     return min(model.skeleton.config.get_text_config().vocab_size for model in job_models(options))
 
 
-def _random_tokens(options: TrainedModelOptions, samples: int, trained: np.ndarray) -> TokenDataset:
-    """Samples of random tokens, each as long as `trained`, which says what is learnt."""
-    length = len(trained)
-    ids = np.random.default_rng(0).integers(0, _vocabulary(options), samples * length, dtype=np.int32)
-    offsets = np.arange(samples + 1, dtype=np.int64) * length
-    return TokenDataset(ids, np.tile(trained, samples), offsets, np.arange(samples))
+def _random_tokens(options: TrainedModelOptions, trained: Sequence[np.ndarray]) -> TokenDataset:
+    """Samples of random tokens, each as long as its `trained`, which says what is learnt."""
+    offsets = np.cumsum([0, *map(len, trained)], dtype=np.int64)
+    ids = np.random.default_rng(0).integers(0, _vocabulary(options), offsets[-1], dtype=np.int32)
+    return TokenDataset(ids, np.concatenate(trained), offsets, np.arange(len(trained)))
+
+
+def _rows(options: TrainedModelOptions) -> tuple[RowShape, RowShape]:
+    """The longest samples, and samples that fill rows of micro-batches limited by tokens."""
+    work = supposed(options)
+    if not (packs_by_tokens(options) and options.train_max_tokens_per_gpu):
+        return work.rows, work.rows
+    step = -(-work.tokens // options.data_parts(options.policy_processes))
+    return work.rows, work.rows.filling(min(step, options.row_tokens(options.train_max_tokens_per_gpu)))
+
+
+def _take_every_step(optimizer: Optimizer) -> None:
+    """Even if gradients are not finite: what is added up here are copies, which may overflow."""
+    take = optimizer.step
+
+    def step(number: int, *, finite: bool = True) -> OptimizerStep:
+        for gradient in optimizer.gradients().values():
+            local(gradient).fill_(1e-6)
+        return take(number)
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
 
 
 # ---- supervised jobs
@@ -239,10 +268,9 @@ class RehearsedTask(SupervisedTask):
         samples, length = STEPS * options.train_batch_size, options.max_len
         if length < 2:
             raise UserError(f"--max_len {length}: a sample has a prompt and an answer, at least 2 tokens")
-        trained = np.arange(length) > 0
-        if isinstance(self, PRMTask):
-            trained = (np.arange(length) + 1) % min(STEP_TOKENS, length) == 0
-        self.store: Any = _random_tokens(options, samples * self.sequences_a_sample, trained)
+        longest, filling = (self._trained(rows.longest) for rows in _rows(options))
+        first = options.train_batch_size * self.sequences_a_sample
+        self.store: Any = _random_tokens(options, [filling] * first + [longest] * ((STEPS - 1) * first))
         if isinstance(self, PairTask):
             nothing = np.zeros(samples, dtype=np.int32)
             self.store = PairDataset(self.store, nothing, margins=nothing.astype(np.float32))
@@ -252,6 +280,11 @@ class RehearsedTask(SupervisedTask):
         elif isinstance(self, PRMTask):
             self.store = StepDataset(self.store, np.zeros(int(self.store.trained.sum()), dtype=np.int64), soft=False)
         self.report = DataReport("random", "random tokens")
+
+    def _trained(self, length: int) -> np.ndarray:
+        if isinstance(self, PRMTask):
+            return (np.arange(length) + 1) % min(STEP_TOKENS, length) == 0
+        return np.arange(length) > 0
 
     def data_lines(self) -> list[str]:
         return []
@@ -267,9 +300,11 @@ def _play_supervised(
     meter.around(run.task, "prepare", "scoring")
     meter.around(run.task, "loss", "forward", "backward")
     meter.around(run.optimizer, "step", "optimizer")
+    _take_every_step(run.optimizer)
     for number in range(STEPS):
         with _measured(meter, steps):
-            run.accumulate_gradients(run.order.step_samples(number), stop)
+            first = number * options.train_batch_size
+            run.accumulate_gradients(list(range(first, first + options.train_batch_size)), stop)
             run.optimizer.step(number)
     _export(run.model, options, meter)
     return steps
@@ -316,10 +351,13 @@ def _play_rl(options: RLOptions, device: Device, world: World, meter: PhaseMeter
             trainer.schedule(steps=STEPS)
             meter.around(trainer, "share", "forward", "backward")
             meter.around(trainer.optimizer, "step", "optimizer")
-    experience, text = _random_experience(options), None
+            _take_every_step(trainer.optimizer)
+    longest, filling = _rows(options)
+    experiences = [_random_experience(options, rows) for rows in dict.fromkeys((filling, longest))]
+    text = None
     if options.pretrain_data:
-        row = np.arange(supposed(options).rows.longest) > 0
-        text = TextMixture(_random_tokens(options, STEPS * options.train_batch_size, row), options)
+        row = np.arange(longest.longest) > 0
+        text = TextMixture(_random_tokens(options, [row] * (STEPS * options.train_batch_size)), options)
     batcher = MicroBatcher(options, larger_scoring=device.is_accelerator, text=text)
     teaching = None
     if options.is_taught:
@@ -329,17 +367,19 @@ def _play_rl(options: RLOptions, device: Device, world: World, meter: PhaseMeter
     policy = host.roles["actor"].model if "actor" in host.roles else None
     meter.enter("rollout")
     kept = _engine(policy, options, device, groups["rollouts"].size) if policy is not None else None
-    meter.enter("scoring")
-    meter.seconds.clear()
-    traffic.clear()
-    _score(experience, options, device, groups, batcher, teaching)
-    meter.enter("scoring")
-    scored = RehearsedStep(meter.seconds.copy(), Counter(traffic))
-    for name in ("advantages_N", "returns_N"):
-        setattr(experience, name, torch.randn(len(experience.sampled_N)))
+    for experience in experiences:
+        meter.enter("scoring")
+        meter.seconds.clear()
+        traffic.clear()
+        _score(experience, options, device, groups, batcher, teaching)
+        meter.enter("scoring")
+        scored = RehearsedStep(meter.seconds.copy(), Counter(traffic))
+        for name in ("advantages_N", "returns_N"):
+            setattr(experience, name, torch.randn(len(experience.sampled_N)))
     steps: list[RehearsedStep] = []
-    mini_batches = all_mini_batches(experience, options, 0)
     for number in range(STEPS):
+        experience = experiences[0 if number == 0 else -1]
+        mini_batches = all_mini_batches(experience, options, 0)
         samples = mini_batches[number % len(mini_batches)]
         with _measured(meter, steps):
             if "critic" in groups:
@@ -360,9 +400,9 @@ def _play_rl(options: RLOptions, device: Device, world: World, meter: PhaseMeter
     return steps
 
 
-def _random_experience(options: RLOptions) -> Experience:
-    """An iteration's experience with prompts and answers of the maximum length."""
-    work, random, vocabulary = supposed(options).rows, np.random.default_rng(0), _vocabulary(options)
+def _random_experience(options: RLOptions, work: RowShape) -> Experience:
+    """An iteration's experience with prompts and answers of these lengths."""
+    random, vocabulary = np.random.default_rng(0), _vocabulary(options)
     rollouts = []
     for prompt in range(options.rollout_batch_size):
         ids = random.integers(0, vocabulary, work.prompt).tolist()
