@@ -276,9 +276,9 @@ class ProcessMemory:
         return [
             *self._weights_and_gradients(model, tokens),
             Part(f"{name}: activations of {own:,} tokens", taken.kept, PASSES),
-            Part(f"{name}: what the head's backward pass adds", taken.head - taken.kept, ("loss",)),
             Part(f"{name}: what a layer's backward pass adds", self._of_layers(taken), ("update",)),
             Part(f"{name}: keys and values of {tokens:,} tokens", keys, ("update",)),
+            Part(f"{name}: what the head's backward pass adds", taken.head - taken.kept, ("loss",)),
         ]
 
     def _of_layers(self, taken: PassBytes) -> int:
