@@ -90,8 +90,14 @@ def generating(policy: Policy, attention: CachedAttention | AttentionProbe) -> I
     policy.inner.set_attn_implementation(NAME)
     policy.eval()
     carry(policy.inner, attention)
+    modules: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if policy.path == "packed" and has_kernels(policy.device):
+        from trimtab.rollout.builtin.kernels.modules import fused_modules
+
+        modules = fused_modules(policy.inner)
     try:
-        yield
+        with modules:
+            yield
     finally:
         carry(policy.inner, None)  # drop the reference to the KV cache
         policy.inner.set_attn_implementation(before)

@@ -1,0 +1,109 @@
+"""Kernels for norms and experts do what each family's modules do, and replace them only then."""
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from tests.rollout.kernel_device import CLOSE, DEVICE, DTYPE
+from tests.rollout.test_builtin_engine import prompts
+from tests.rollout.test_cuda_engine import policy_of
+from trimtab.rollout.builtin import model_runner
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.builtin.kernels import modules
+from trimtab.rollout.builtin.kernels.modules import ONE_ADDED, ROUNDED_FIRST, ROUNDED_LAST, fused_modules
+from trimtab.rollout.sampling import SamplingParams
+
+CLASSES = {
+    "llama.LlamaRMSNorm": (ROUNDED_FIRST, ROUNDED_LAST),  # the same in fp32
+    "gpt_oss.GptOssRMSNorm": (ROUNDED_FIRST, ROUNDED_LAST),
+    "gemma2.Gemma2RMSNorm": (ONE_ADDED,),
+    "qwen3_5.Qwen3_5RMSNorm": (ONE_ADDED,),
+    "qwen3_5.Qwen3_5RMSNormGated": (ROUNDED_FIRST, ROUNDED_LAST),
+    "mamba2.MambaRMSNormGated": (None,),  # its gate comes first
+}
+
+
+def made(name: str, width: int) -> nn.Module:
+    family, kind = name.split(".")
+    norm = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), kind)(width)
+    with torch.no_grad():
+        norm.weight.normal_(generator=torch.Generator().manual_seed(1))
+    return norm.to(DEVICE, DTYPE)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("shape", [(3, 1, 64), (2, 5, 4, 24)])
+def test_a_kernel_does_what_the_module_does(name, shape):
+    modules._kinds.clear()
+    norm, random = nn.ModuleList([made(name, shape[-1])]), torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=random).to(DEVICE, DTYPE) for _ in range(1 + ("Gated" in name))]
+    given[0] = given[0].transpose(0, 1)  # rows in another order
+    given[1:] = [gate.transpose(0, 1) for gate in given[1:]]
+    expected = norm[0](*given)
+    with fused_modules(norm):
+        found = norm[0](*given)
+    assert next(iter(modules._kinds.values())) in CLASSES[name] and "forward" not in vars(norm[0])
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+
+
+def experts(family: str) -> list[nn.Module]:
+    return [module for name, module in policy_of(family).named_modules() if name.endswith("experts")]
+
+
+@pytest.mark.parametrize("family, known", [("deepseek_v2", True), ("mixtral", True), ("gpt_oss", False)])
+@pytest.mark.parametrize("tokens", [1, 7, 90])
+def test_kernels_do_what_stacked_experts_do(family, known, tokens):
+    modules._known_experts.clear()
+    module = experts(family)[0]
+    count, width = len(module.gate_up_proj), policy_of(family).config.hidden_size
+    random = torch.Generator().manual_seed(tokens)
+    states = torch.randn(tokens, width, generator=random).to(DEVICE)
+    weights, chosen = torch.rand(tokens, count, generator=random).to(DEVICE).topk(2)
+    with torch.no_grad():
+        expected = module(states, chosen, weights)
+        with fused_modules(module):
+            found = module(states, chosen, weights)
+    assert [*modules._known_experts.values()] == [True] * known
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_is_no_such_norm_stays():
+    class HalfRMSNorm(nn.Module):
+        """Of the first half alone."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(8, device=DEVICE, dtype=DTYPE)), 1e-6
+
+        def forward(self, x):
+            return torch.cat([x[..., :4] * 2, x[..., 4:]], -1) * self.weight
+
+    modules._kinds.clear()
+    model, x = nn.Sequential(HalfRMSNorm(), nn.LayerNorm(8).to(DEVICE, DTYPE)), torch.randn(2, 8).to(DEVICE, DTYPE)
+    expected = model(x)
+    with fused_modules(model):
+        assert torch.equal(model(x), expected) and "forward" not in vars(model[1])
+    assert [*modules._kinds.values()] == [None]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "qwen3_next", "gemma2", "nemotron_h"])
+def test_a_model_samples_the_same_with_them(family, monkeypatch):
+    modules._kinds.clear()
+    modules._known_experts.clear()
+    policy, asked = policy_of(family), prompts((5, 17, 9, 1))
+    settings = SamplingParams(max_new_tokens=6, n=2, seed=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(modules, "_epsilon", lambda _: None)
+        patched.setattr(modules, "_has_stacked_experts", lambda _: False)
+        expected = BuiltinEngine(policy, eager=True).generate(asked, settings)
+    assert not modules._kinds
+    monkeypatch.setattr(model_runner, "has_kernels", lambda _: True)
+    found = BuiltinEngine(policy, eager=True).generate(asked, settings)
+    assert any(kind is not None for kind in modules._kinds.values())
+    assert [*modules._known_experts.values()] == [True] * (family == "deepseek_v2")
+    assert [answer.ids for answer in found] == [answer.ids for answer in expected]
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(torch.tensor(ours.log_probs), torch.tensor(theirs.log_probs), atol=2e-5, rtol=0)

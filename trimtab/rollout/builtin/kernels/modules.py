@@ -1,0 +1,191 @@
+"""Kernels in place of modules of transformers while the engine generates: RMS norms and stacked experts.
+
+A norm is five to nine operations, experts with their sorting about twenty, and between small operations a device waits.
+Families multiply a norm by the weight before or after rounding, by 1 + weight, or by a gate as well. Which a class does
+is found by trying it with random numbers, as is whether a class of experts does what the kernels do; one that does
+something else keeps its own forward.
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from trimtab.models.fused_layer import Experts
+from trimtab.models.layer_kernels import warps_of_norm
+from trimtab.models.pretrained import first_line
+
+logger = logging.getLogger(__name__)
+
+ROUNDED_FIRST, ROUNDED_LAST, ONE_ADDED = range(3)
+WIDEST = 16_384
+TRIED = 5  # rows
+
+
+@triton.jit
+def _norm(
+    states, weight, gate, out, row, gate_row, epsilon,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    number, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    x = tl.load(states + number * row + column, inside, 0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
+    w = tl.load(weight + column, inside, 0.0)
+    if KIND == 0:
+        x = (w * x.to(out.dtype.element_ty)).to(out.dtype.element_ty).to(tl.float32)
+    elif KIND == 1:
+        x = w.to(tl.float32) * x
+    else:
+        x = (1.0 + w.to(tl.float32)) * x
+    if GATED:
+        g = tl.load(gate + number * gate_row + column, inside, 0.0).to(tl.float32)
+        x = x * (g * tl.sigmoid(g))
+    tl.store(out + number * WIDTH + column, x.to(out.dtype.element_ty), inside)
+
+
+def rms_norm(states: Tensor, weight_D: Tensor, epsilon: float, kind: int, gate: Tensor | None = None) -> Tensor:
+    """Of the last dimension; `gate`, of the same shape: the result is multiplied by its SiLU."""
+    rows_RD = states.reshape(-1, states.shape[-1])
+    gate_RD = rows_RD if gate is None else gate.reshape(rows_RD.shape)
+    if rows_RD.stride(1) != 1 or gate_RD.stride(1) != 1:
+        rows_RD, gate_RD = rows_RD.contiguous(), gate_RD.contiguous()
+    out_RD = torch.empty(rows_RD.shape, dtype=states.dtype, device=states.device)
+    rows, width = rows_RD.shape
+    if rows:
+        _norm[(rows,)](
+            rows_RD, weight_D, gate_RD, out_RD, rows_RD.stride(0), gate_RD.stride(0), epsilon,
+            WIDTH=width, COLUMNS=triton.next_power_of_2(width), KIND=kind, GATED=gate is not None,
+            num_warps=warps_of_norm(width),
+        )  # fmt: skip
+    return out_RD.view(states.shape)
+
+
+# ---- in place of modules
+
+
+@contextlib.contextmanager
+def fused_modules(model: nn.Module) -> Iterator[None]:
+    """Inside, kernels do what the model's norms and experts do."""
+    replaced = []
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue
+        if (epsilon := _epsilon(module)) is not None:
+            module.forward = functools.partial(_norm_forward, module, epsilon)
+        elif _has_stacked_experts(module):
+            module.forward = functools.partial(_experts_forward, module)
+        else:
+            continue
+        replaced.append(module)
+    try:
+        yield
+    finally:
+        for module in replaced:
+            del module.forward
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    """Of an RMS norm whose forward takes hidden states, and perhaps a gate; None for other modules."""
+    kind = type(module)
+    if "RMSNorm" not in kind.__name__ or set(module._parameters) != {"weight"} or module._modules:
+        return None
+    weight, asked = module._parameters["weight"], list(inspect.signature(kind.forward).parameters)[1:]
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or weight.ndim != 1 or len(weight) > WIDEST or not isinstance(epsilon, float):
+        return None
+    return epsilon if len(asked) == 1 or asked[1:] == ["gate"] else None
+
+
+def _norm_forward(module: nn.Module, epsilon: float, states: Tensor, gate: Tensor | None = None) -> Tensor:
+    weight, given = module.weight, (states,) if gate is None else (states, gate)
+    plain = isinstance(weight, Tensor) and states.shape[-1] == len(weight) and weight.dtype == states.dtype
+    if plain and (gate is None or (gate.shape == states.shape and gate.dtype == states.dtype)):
+        asked = (type(module), len(weight), states.dtype, states.device, epsilon, len(given))
+        if asked not in _kinds:
+            _kinds[asked] = _kind_of_norm(module, epsilon, *given)
+        if (kind := _kinds[asked]) is not None:
+            return rms_norm(states, weight, epsilon, kind, gate)
+    return type(module).forward(module, *given)
+
+
+_kinds: dict[tuple, int | None] = {}
+"""What a class of norms does, by class and shape; None: something else."""
+
+
+@torch.no_grad()
+def _kind_of_norm(module: nn.Module, epsilon: float, *given: Tensor) -> int | None:
+    like, width = given[0], given[0].shape[-1]
+    random = torch.Generator(like.device).manual_seed(0)
+    sizes = [(rows, width) for rows in (1, *[TRIED] * len(given))]
+    weight, *drawn = (torch.randn(size, generator=random, device=like.device).to(like.dtype) for size in sizes)
+    stand_in = copy.copy(module)
+    stand_in.__dict__["_parameters"] = {"weight": nn.Parameter(weight[0], requires_grad=False)}
+    expected = type(module).forward(stand_in, *drawn).float()
+    gaps = {
+        kind: _gap(lambda: rms_norm(drawn[0], weight[0], epsilon, kind, *drawn[1:]), expected)  # noqa: B023
+        for kind in (ROUNDED_FIRST, ROUNDED_LAST, ONE_ADDED)
+    }
+    best = min(gaps, key=lambda kind: gaps[kind])
+    return best if gaps[best] <= (1e-5 if like.dtype == torch.float32 else 5e-3) else None
+
+
+def _gap(work: Callable[[], Tensor], expected: Tensor) -> float:
+    """How far a kernel's result is from the module's, relative to its size; infinite if the kernel fails."""
+    try:
+        gap = float((work().float() - expected.float()).norm() / expected.float().norm())
+    except triton.TritonError as error:
+        logger.warning("modules have no kernel here and are slower: %s", first_line(error))
+        return math.inf
+    return gap if gap == gap else math.inf
+
+
+def _has_stacked_experts(module: nn.Module) -> bool:
+    if set(module._parameters) != {"gate_up_proj", "down_proj"} or module._buffers:
+        return False
+    both, down = module.gate_up_proj, module.down_proj
+    asked = list(inspect.signature(type(module).forward).parameters)[1:]
+    return (
+        asked == ["hidden_states", "top_k_index", "top_k_weights"]
+        and both.ndim == down.ndim == 3
+        and both.shape[0] == down.shape[0]
+        and both.shape[2] == down.shape[1]
+        and both.shape[1] == 2 * down.shape[2]
+    )
+
+
+def _experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    both, down = module.gate_up_proj, module.down_proj
+    given = hidden_states, top_k_index, top_k_weights
+    plain = hidden_states.ndim == top_k_index.ndim == 2 and hidden_states.stride(1) == 1 and not torch.is_grad_enabled()
+    if plain and both.dtype == down.dtype == hidden_states.dtype and both.is_contiguous() and down.is_contiguous():
+        asked = (type(module), both.shape, hidden_states.dtype, hidden_states.device, top_k_index.shape[1])
+        if asked not in _known_experts:
+            _known_experts[asked] = _are_known(module, given)
+        if _known_experts[asked]:
+            return Experts.apply(hidden_states, top_k_weights.contiguous(), top_k_index.contiguous(), both, down)
+    return type(module).forward(module, *given)
+
+
+_known_experts: dict[tuple, bool] = {}
+
+
+def _are_known(module: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """Whether the kernels do what a class of experts does, tried with its own weights."""
+    like, (count, k) = given[0], (len(module.gate_up_proj), given[1].shape[1])
+    random = torch.Generator(like.device).manual_seed(0)
+    states = torch.randn(TRIED, like.shape[1], generator=random, device=like.device).to(like.dtype)
+    shares = torch.rand(TRIED, count, generator=random, device=like.device)
+    weights, chosen = shares.topk(k)
+    weights = weights.to(given[2].dtype)
+    expected = type(module).forward(module, states, chosen, weights)
+    gap = _gap(lambda: Experts.apply(states, weights, chosen, module.gate_up_proj, module.down_proj), expected)
+    return gap <= (1e-4 if like.dtype == torch.float32 else 2e-2)
