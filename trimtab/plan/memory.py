@@ -150,7 +150,7 @@ class ProcessMemory:
 
     def passes(self, tokens: int) -> int:
         """Number of micro-batches in an optimizer step."""
-        return -(-self.step_tokens // self.work.rows.packed(tokens))
+        return 1 if tokens >= self.step_tokens else -(-self.step_tokens // self.work.rows.packed(tokens))
 
     def at(self, tokens: int, recomputed: int | None = None) -> Memory:
         """The memory with micro-batches of `tokens` (at most a step's); `recomputed`: layers with gradient

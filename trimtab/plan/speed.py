@@ -188,8 +188,9 @@ class TimeModel:
         """Cost of training on `tokens` of the whole job in `steps` optimizer steps, with the micro-batches of
         `memory`."""
         options, machines, context = self.options, self.machines, split.context
-        row = self.work.rows.packed(memory.tokens)
-        whole, part = divmod(tokens / steps / split.data, row)
+        each = tokens / steps / split.data
+        row = memory.tokens if each <= memory.tokens else self.work.rows.packed(memory.tokens)
+        whole, part = divmod(each, row)
         arithmetic = whole * self.one_pass(model, row / context, memory.recomputed)
         if part:
             arithmetic += self.one_pass(model, part / context, memory.recomputed)

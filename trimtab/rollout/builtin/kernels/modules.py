@@ -105,16 +105,16 @@ def _epsilon(module: nn.Module) -> float | None:
     return epsilon if len(asked) == 1 or asked[1:] == ["gate"] else None
 
 
-def _norm_forward(module: nn.Module, epsilon: float, states: Tensor, gate: Tensor | None = None) -> Tensor:
-    weight, given = module.weight, (states,) if gate is None else (states, gate)
-    plain = isinstance(weight, Tensor) and states.shape[-1] == len(weight) and weight.dtype == states.dtype
-    if plain and (gate is None or (gate.shape == states.shape and gate.dtype == states.dtype)):
+def _norm_forward(module: nn.Module, epsilon: float, *given: Tensor, **named: Tensor) -> Tensor:
+    weight, states = module.weight, given[0] if given else module.weight
+    alike = all(own.shape == states.shape and own.dtype == weight.dtype for own in given)
+    if given and alike and not named and states.shape[-1] == len(weight):
         asked = (type(module), len(weight), states.dtype, states.device, epsilon, len(given))
         if asked not in _kinds:
             _kinds[asked] = _kind_of_norm(module, epsilon, *given)
         if (kind := _kinds[asked]) is not None:
-            return rms_norm(states, weight, epsilon, kind, gate)
-    return type(module).forward(module, *given)
+            return rms_norm(states, weight, epsilon, kind, *given[1:])
+    return type(module).forward(module, *given, **named)
 
 
 _kinds: dict[tuple, int | None] = {}
