@@ -135,6 +135,8 @@ def test_a_reward_model_scores_this_ranks_samples_in_its_own_passes(words, passe
     [
         # Samples of 30 tokens leave 10 of 40 free; two of 20 do not.
         ("sft --max_len 30 --packing_samples --train_max_tokens_per_gpu 40", [[40], [30, 30], [30, 30]]),
+        # So do two pairs of 18.
+        ("dpo --max_len 9 --packing_samples --train_max_tokens_per_gpu 32", [[32], [18, 18], [18, 18]]),
         # A group of 8 + 2 x 16 leaves 10 of 50 free, and two with answers of 8 leave 2.
         (
             "grpo --prompt_max_len 8 --generate_max_len 16 --n_samples_per_prompt 2 --rollout_batch_size 4"

@@ -35,7 +35,8 @@ SCORING_TOKENS, SCORING_TIMES = 32_768, 4
 
 @dataclass(frozen=True)
 class RowShape:
-    """The shape of a micro-batch's row: groups of answers to one prompt, whose tokens are in the row once."""
+    """The shape of a micro-batch's row: groups of answers to one prompt, whose tokens are in the row once; in
+    supervised jobs samples, or the two of a pair, without a common prompt."""
 
     prompt: int
     answer: int
@@ -95,7 +96,7 @@ def supposed(options: TrainedModelOptions) -> Work:
         return rl_work(options, options.prompt_max_len)
     answers = 2 if isinstance(options, PreferenceColumns) else 1
     sample = answers * options.max_len
-    return Work(RowShape(0, options.max_len), options.train_batch_size * sample, sample)
+    return Work(RowShape(0, options.max_len, answers), options.train_batch_size * sample, sample)
 
 
 def rl_work(options: RLOptions, longest_prompt: int) -> Work:
