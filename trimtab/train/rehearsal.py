@@ -35,6 +35,7 @@ from trimtab.distributed.device import (
     keep_freed_memory,
     private_bytes,
     return_freed_memory,
+    total_memory,
 )
 from trimtab.distributed.fake_world import Traffic, fake_world, traffic
 from trimtab.distributed.fsdp import gathered, local, reshard_model
@@ -96,7 +97,13 @@ def rehearse(options: TrainedOptions) -> "Rehearsal":
             if named := getattr(sized, name, None):
                 check_parallel_options(named, sized, f"--{name}")
         options = with_default_tokens(sized, device)
+        if isinstance(options, RLOptions):
+            check_context(fake_policy(options), options, supposed(options).rows.prompt)
         plan = _plan(options, device, size)
+        if plan is not None and not device.is_accelerator:  # main memory that runs out ends the process without a word
+            needed, there = plan.memory.peak / GIB, total_memory(device.torch) / GIB
+            if needed > there:
+                raise UserError(_too_large(f"it takes about {needed:.0f} GiB, and this machine has {there:.0f}", plan))
         with fake_world(device, options.rehearse_rank, size) as world:
             meter = PhaseMeter(device)
             try:
@@ -338,7 +345,6 @@ def _play_rl(options: RLOptions, device: Device, world: World, meter: PhaseMeter
     # Rewards that are no models take no memory of the device.
     nothing: dict[str, Any] = dict.fromkeys(("reward_func", "remote_rm_url", "reward_verifier"))
     options = dataclasses.replace(options, **nothing)
-    check_context(fake_policy(options), options, supposed(options).rows.prompt)
     options, _ = with_planned_micro_batches(options, device, world, lambda: supposed(options))
     stop = StopRequest()
     host = RoleHost(options, make_units_in_processes(options, world.size), mesh_of, device, world, stop)
