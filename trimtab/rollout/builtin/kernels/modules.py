@@ -155,8 +155,9 @@ def _has_stacked_experts(module: nn.Module) -> bool:
     asked = list(inspect.signature(type(module).forward).parameters)[1:]
     return (
         asked == ["hidden_states", "top_k_index", "top_k_weights"]
+        and both is not None
         and both.ndim == down.ndim == 3
-        and both.shape[0] == down.shape[0]
+        and both.shape[0] == down.shape[0] == getattr(module, "num_experts", None)  # others have some without weights
         and both.shape[2] == down.shape[1]
         and both.shape[1] == 2 * down.shape[2]
     )
