@@ -103,9 +103,11 @@ def test_a_layout_that_cannot_be_is_one_line(words, mistake, capsys, monkeypatch
     assert mistake in found.mistake
 
 
-def test_what_main_memory_cannot_hold_is_one_line(capsys):
-    found = run(capsys, "sft --pretrain 405B --rehearse 2 --max_len 64 --train_batch_size 16")
-    assert "does not fit: it takes about" in found.mistake and "this machine has" in found.mistake
+def test_what_main_memory_cannot_hold_is_one_line(capsys, monkeypatch):
+    monkeypatch.setitem(workload._LLAMAS, "8B", (64, 128, 2, 4, 2, 512))
+    monkeypatch.setattr(rehearsal, "total_memory", lambda _: 2**20)
+    found = run(capsys, "sft --pretrain 8B --rehearse 2 --max_len 64 --train_batch_size 16")
+    assert "does not fit: it takes about" in found.mistake and "this machine has 0" in found.mistake
 
 
 def passes_of(monkeypatch, capsys, words) -> list[int]:

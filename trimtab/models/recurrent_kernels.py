@@ -286,7 +286,7 @@ class StepFunction:
         except triton.TritonError as error:
             logger.warning("%s has no kernel here and is slower: %s", self.original.__name__, first_line(error))
             return False
-        gap = max(map(_relative_gap, *results))
+        gap = max(map(relative_gap, *results))
         limit = 1e-4 if all(part.dtype == torch.float32 for part in results[0]) else 3e-2
         if gap > limit:
             logger.warning("%s is not replaced: its kernel differs by %.1e", self.original.__name__, gap)
@@ -300,7 +300,7 @@ def _kind_of(value: Any) -> Any:
     return value.shape[1:], value.stride()[1:], value.dtype, value.device
 
 
-def _relative_gap(expected: Tensor, found: Tensor) -> float:
+def relative_gap(expected: Tensor, found: Tensor) -> float:
     size = float(expected.float().norm())
     gap = float((expected.float() - found.float()).norm()) / max(size, 1e-6)
     return gap if gap == gap else float("inf")

@@ -103,7 +103,7 @@ def rehearse(options: TrainedOptions) -> "Rehearsal":
         if plan is not None and not device.is_accelerator:  # main memory that runs out ends the process without a word
             needed, there = plan.memory.peak / GIB, total_memory(device.torch) / GIB
             if needed > there:
-                raise UserError(_too_large(f"it takes about {needed:.0f} GiB, and this machine has {there:.0f}", plan))
+                raise UserError(_too_large(f"it takes about {needed:.0f} GiB, and this machine has {there:.0f}", None))
         with fake_world(device, options.rehearse_rank, size) as world:
             meter = PhaseMeter(device)
             try:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from trimtab.models.fused_layer import Experts
 from trimtab.models.layer_kernels import warps_of_norm
 from trimtab.models.pretrained import first_line
+from trimtab.models.recurrent_kernels import relative_gap
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +142,10 @@ def _kind_of_norm(module: nn.Module, epsilon: float, *given: Tensor) -> int | No
 def _gap(work: Callable[[], Tensor], expected: Tensor) -> float:
     """How far a kernel's result is from the module's, relative to its size; infinite if the kernel fails."""
     try:
-        gap = float((work().float() - expected.float()).norm() / expected.float().norm())
+        return relative_gap(expected, work())
     except triton.TritonError as error:
         logger.warning("modules have no kernel here and are slower: %s", first_line(error))
         return math.inf
-    return gap if gap == gap else math.inf
 
 
 def _has_stacked_experts(module: nn.Module) -> bool:
