@@ -9,9 +9,10 @@ import torch
 from tests.rollout.kernel_device import CLOSE, DEVICE, DTYPE
 from tests.rollout.test_builtin_engine import prompts
 from tests.rollout.test_cuda_engine import policy_of
-from tests.tiny import RECURRENT_FAMILIES
+from tests.tiny import RECURRENT_FAMILIES, tiny_model
 from trimtab.models import recurrent, recurrent_kernels
 from trimtab.models.recurrent_kernels import StepFunction, step_forward
+from trimtab.rollout.builtin import state_cache
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
 
@@ -151,6 +152,27 @@ def test_a_model_samples_the_same_with_kernels(family, monkeypatch):
     steps = [f for own in forwards for f in step_forward(own).__globals__.values() if isinstance(f, StepFunction)]
     assert all(step._agree and all(step._agree.values()) for step in steps)
     assert steps, family
+    whole = {kind.__name__ for (kind, *_), same in recurrent_kernels._known_steps.items() if same}
+    assert not family.startswith("qwen3_5") or any(name.startswith("Qwen3_5") for name in whole)
+
+
+@torch.no_grad()
+def test_a_module_that_does_something_else_keeps_its_forward():
+    model = tiny_model("qwen3_5_text").to(DEVICE, DTYPE)
+    module, cache = recurrent.recurrent_modules(model)[0], state_cache.empty_cache(model.config)
+    model(input_ids=torch.arange(3, 8, device=DEVICE)[None], past_key_values=cache)
+    hidden = random(1, 1, module.in_proj_z.in_features)
+
+    class Doubled(type(module)):
+        def forward(self, *given, **named):
+            return 2 * super().forward(*given, **named)
+
+    before = [tensor.clone() for tensor in state_cache.tensors_of(cache.layers)]
+    assert recurrent_kernels._same_step(module, hidden, cache)
+    module.__class__ = Doubled
+    assert not recurrent_kernels._same_step(module, hidden, cache)
+    assert recurrent_kernels.whole_step(torch.nn.Linear(2, 2), hidden, cache) is None
+    assert all(map(torch.equal, before, state_cache.tensors_of(cache.layers)))
 
 
 def test_a_forward_without_such_functions_stays():

@@ -1,4 +1,4 @@
-"""Kernels for norms and experts do what each family's modules do, and replace them only then."""
+"""Kernels for norms, MLPs and experts do what each family's modules do, and replace them only then."""
 
 import importlib
 
@@ -56,7 +56,7 @@ def experts(family: str) -> list[nn.Module]:
 @pytest.mark.parametrize("family, known", [("deepseek_v2", True), ("mixtral", True), ("gpt_oss", False)])
 @pytest.mark.parametrize("tokens", [1, 7, 90])
 def test_kernels_do_what_stacked_experts_do(family, known, tokens):
-    modules._known_experts.clear()
+    modules._known.clear()
     module = experts(family)[0]
     count, width = len(module.gate_up_proj), policy_of(family).config.hidden_size
     random = torch.Generator().manual_seed(tokens)
@@ -66,8 +66,51 @@ def test_kernels_do_what_stacked_experts_do(family, known, tokens):
         expected = module(states, chosen, weights)
         with fused_modules(module):
             found = module(states, chosen, weights)
-    assert [*modules._known_experts.values()] == [True] * known
+    assert [*modules._known.values()] == [True] * known
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def mlp(family: str) -> nn.Module:
+    model = policy_of(family)
+    made = next(module for name, module in model.named_modules() if name.endswith(("mlp", "shared_experts")))
+    assert made.down_proj.in_features
+    return made
+
+
+@pytest.mark.parametrize("family, known", [("deepseek_v2", [True]), ("qwen3_5_text", [True]), ("gemma2", [False])])
+@pytest.mark.parametrize("shape", [(1,), (2, 3), (90,)])
+def test_kernels_do_what_a_gated_mlp_does(family, known, shape):
+    modules._known.clear()
+    module, random = mlp(family).to(DTYPE), torch.Generator().manual_seed(len(shape))
+    states = torch.randn(*shape, module.gate_proj.in_features, generator=random).to(DEVICE, DTYPE)
+    with torch.no_grad():
+        expected = module(states)
+        with fused_modules(module):
+            found = module(states)
+    assert [*modules._known.values()] == known and "forward" not in vars(module)
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_what_is_no_such_mlp_stays():
+    class Clamped(type(mlp("deepseek_v2"))):
+        """Looks like one, and its activation leaves small numbers alone."""
+
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    class Cut(nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.silu(x).clamp(max=3)
+
+    modules._known.clear()
+    module = mlp("deepseek_v2").to(DTYPE)
+    module.__class__, module.act_fn = Clamped, Cut()
+    states = torch.randn(4, module.gate_proj.in_features).to(DEVICE, DTYPE)
+    with torch.no_grad():
+        expected = module(states)
+        with fused_modules(module):
+            assert torch.equal(module(states), expected)
+    assert [*modules._known.values()] == [False]
 
 
 def test_what_is_no_such_norm_stays():
@@ -89,21 +132,26 @@ def test_what_is_no_such_norm_stays():
     assert [*modules._kinds.values()] == [None]
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "qwen3_next", "gemma2", "nemotron_h"])
+KNOWN = {"gpt_oss": [], "deepseek_v2": [True] * 3, "qwen3_next": [True], "gemma2": [False], "nemotron_h": []}
+"""Of MLPs and experts, by shape."""
+
+
+@pytest.mark.parametrize("family", KNOWN)
 def test_a_model_samples_the_same_with_them(family, monkeypatch):
     modules._kinds.clear()
-    modules._known_experts.clear()
+    modules._known.clear()
     policy, asked = policy_of(family), prompts((5, 17, 9, 1))
     settings = SamplingParams(max_new_tokens=6, n=2, seed=4)
     with monkeypatch.context() as patched:
         patched.setattr(modules, "_epsilon", lambda _: None)
         patched.setattr(modules, "_has_stacked_experts", lambda _: False)
+        patched.setattr(modules, "_is_gated_mlp", lambda _: False)
         expected = BuiltinEngine(policy, eager=True).generate(asked, settings)
     assert not modules._kinds
     monkeypatch.setattr(model_runner, "has_kernels", lambda _: True)
     found = BuiltinEngine(policy, eager=True).generate(asked, settings)
     assert any(kind is not None for kind in modules._kinds.values())
-    assert [*modules._known_experts.values()] == [True] * (family == "deepseek_v2")
+    assert [*modules._known.values()] == KNOWN[family]
     assert [answer.ids for answer in found] == [answer.ids for answer in expected]
     for ours, theirs in zip(found, expected):
         torch.testing.assert_close(torch.tensor(ours.log_probs), torch.tensor(theirs.log_probs), atol=2e-5, rtol=0)

@@ -60,8 +60,10 @@ class RecurrentForward:
         def run(hidden_SLD: Tensor, cache: Any) -> Tensor:
             forward = type(module).forward
             if cache is not None and hidden_SLD.shape[1] == 1 and has_kernels(hidden_SLD.device):
-                from trimtab.models.recurrent_kernels import step_forward
+                from trimtab.models.recurrent_kernels import step_forward, whole_step
 
+                if (out := whole_step(module, hidden_SLD, cache)) is not None:
+                    return out
                 forward = step_forward(forward)
             out = forward(module, hidden_SLD, **others | {self._cache: cache})
             return out[0] if isinstance(out, tuple) else out

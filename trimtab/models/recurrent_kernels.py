@@ -9,17 +9,19 @@ A function is replaced only where its kernel has agreed with it: at the first ca
 random state, and compared up to rounding.
 """
 
+import copy
 import functools
 import inspect
 import logging
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.models.pretrained import first_line
 
@@ -36,20 +38,31 @@ class Inapplicable(Exception):
 
 
 @triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
 def _delta_rule(
-    query, key, value, decay, beta, state, out, scale, heads,
+    query, key, value, decay, beta, rate, bias, state, out, scale, heads, group,
     query_row, query_head, query_column, key_row, key_head, key_column, value_row, value_head, value_column,
     decay_row, decay_head, decay_column, beta_row, beta_head,
     K: tl.constexpr, V: tl.constexpr, K_ROUNDED: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    GATES: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     row, head = pair // heads, pair % heads
     k, v = tl.arange(0, K_ROUNDED), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    q_K = tl.load(query + row * query_row + head * query_head + k * query_column, k < K, 0.0).to(tl.float32)
-    k_K = tl.load(key + row * key_row + head * key_head + k * key_column, k < K, 0.0).to(tl.float32)
+    q_K = tl.load(query + row * query_row + head // group * query_head + k * query_column, k < K, 0.0).to(tl.float32)
+    k_K = tl.load(key + row * key_row + head // group * key_head + k * key_column, k < K, 0.0).to(tl.float32)
     v_V = tl.load(value + row * value_row + head * value_head + v * value_column, v < V, 0.0).to(tl.float32)
-    decay_K = tl.exp(tl.load(decay + row * decay_row + head * decay_head + k * decay_column, k < K, 0.0).to(tl.float32))
+    decay_K = tl.load(decay + row * decay_row + head * decay_head + k * decay_column, k < K, 0.0).to(tl.float32)
     beta_1 = tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
+    if GATES:  # both are what the projections gave
+        decay_K = _softplus(decay_K + tl.load(bias + head).to(tl.float32))
+        decay_K *= -tl.exp(tl.load(rate + head).to(tl.float32))
+        beta_1 = tl.sigmoid(beta_1).to(beta.dtype.element_ty).to(tl.float32)
+    decay_K = tl.exp(decay_K)
     if NORM:
         q_K *= tl.rsqrt(tl.sum(q_K * q_K) + 1e-6)
         k_K *= tl.rsqrt(tl.sum(k_K * k_K) + 1e-6)
@@ -75,21 +88,29 @@ def delta_rule_step(
 ) -> tuple[Tensor, Tensor]:
     """One token: query, key [S, 1, H, K], value [S, 1, H, V], beta [S, 1, H], g the same or [S, 1, H, K], and the state
     [S, H, K, V]."""
-    rows, length, heads, width = key.shape
-    if length != 1 or not output_final_state or query.shape != key.shape or value.shape[:3] != key.shape[:3]:
+    if key.shape[1] != 1 or not output_final_state or query.shape != key.shape or value.shape[:3] != key.shape[:3]:
         raise Inapplicable
-    shape = rows, heads, width, value.shape[3]
-    if initial_state is None or initial_state.shape != shape or not initial_state.is_contiguous():
+    return _updated(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel), initial_state
+
+
+def _updated(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, norm: bool,
+    gates: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Queries and keys may have fewer heads. `gates`, A_log and dt_bias of each head: `decay` and `beta` are inputs of
+    softplus and sigmoid."""
+    (rows, _, heads, wide), width = value.shape, key.shape[3]
+    if state is None or state.shape != (rows, heads, width, wide) or not state.is_contiguous() or heads % key.shape[2]:
         raise Inapplicable
-    out, block = torch.empty_like(value, memory_format=torch.contiguous_format), _block(value.shape[3])
-    _delta_rule[rows * heads, triton.cdiv(value.shape[3], block)](
-        query, key, value, g, beta, initial_state, out, width**-0.5, heads,
-        *(x.stride(i) for x in (query, key, value) for i in (0, 2, 3)),
-        g.stride(0), g.stride(2), g.stride(3) if g.dim() == 4 else 0, beta.stride(0), beta.stride(2),
-        K=width, V=value.shape[3], K_ROUNDED=triton.next_power_of_2(width), BLOCK=block, NORM=use_qk_l2norm_in_kernel,
+    out, block = torch.empty_like(value, memory_format=torch.contiguous_format), _block(wide)
+    _delta_rule[rows * heads, triton.cdiv(wide, block)](
+        query, key, value, decay, beta, *(gates or (decay, beta)), state, out, width**-0.5, heads,
+        heads // key.shape[2], *(x.stride(i) for x in (query, key, value) for i in (0, 2, 3)),
+        decay.stride(0), decay.stride(2), decay.stride(3) if decay.dim() == 4 else 0, beta.stride(0), beta.stride(2),
+        K=width, V=wide, K_ROUNDED=triton.next_power_of_2(width), BLOCK=block, NORM=norm, GATES=gates is not None,
         num_warps=4,
     )  # fmt: skip
-    return out, initial_state
+    return out
 
 
 # ---- Mamba-2
@@ -111,7 +132,7 @@ def _selective_update(
     if BIAS:
         step += tl.load(bias + head * bias_head).to(tl.float32)
     if SOFTPLUS:
-        step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+        step = _softplus(step)
     b_N = tl.load(b + row * b_row + (head // group) * b_group + n * b_column, n < N, 0.0).to(tl.float32)
     c_N = tl.load(c + row * c_row + (head // group) * c_group + n * c_column, n < N, 0.0).to(tl.float32)
     kept = (p < P)[:, None] & (n < N)[None, :]
@@ -168,23 +189,23 @@ def selective_update_step(
 def _convolve(
     hidden, state, weight, bias, out, channels, hidden_row, hidden_channel, state_row, state_channel, state_column,
     weight_channel, weight_column,
-    LENGTH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr, PLACES: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = channel < channels
+    live, place = channel < channels, tl.arange(0, PLACES)
+    tap = place - (LENGTH + 1 - TAPS)
+    inside = live[:, None] & (place < LENGTH)[None, :]
     own = state + row * state_row + channel.to(tl.int64) * state_channel
-    new = tl.load(hidden + row * hidden_row + channel * hidden_channel, live, 0.0)
+    places = own[:, None] + (place * state_column)[None, :]
     taps = weight + channel * weight_channel
-    total = new.to(tl.float32) * tl.load(taps + (TAPS - 1) * weight_column, live, 0.0).to(tl.float32)
-    for place in tl.static_range(LENGTH):
-        known = tl.load(own + place * state_column, live, 0.0)
-        tap = place - (LENGTH + 1 - TAPS)
-        if tap >= 0:
-            total += known.to(tl.float32) * tl.load(taps + tap * weight_column, live, 0.0).to(tl.float32)
-        tl.debug_barrier()  # the place before is overwritten after it has been read
-        if place > 0:
-            tl.store(own + (place - 1) * state_column, known, live)
-    tl.debug_barrier()
+    used = tl.load(taps[:, None] + (tap * weight_column)[None, :], inside & (tap >= 0)[None, :], 0.0)
+    known = tl.load(places, inside, 0.0)
+    new = tl.load(hidden + row * hidden_row + channel * hidden_channel, live, 0.0)
+    total = tl.sum(known.to(tl.float32) * used.to(tl.float32), 1)
+    total += new.to(tl.float32) * tl.load(taps + (TAPS - 1) * weight_column, live, 0.0).to(tl.float32)
+    tl.debug_barrier()  # places are overwritten after they have been read
+    tl.store(places - state_column, known, inside & (place > 0)[None, :])
     tl.store(own + (LENGTH - 1) * state_column, new, live)
     if BIAS:
         total += tl.load(bias + channel, live, 0.0).to(tl.float32)
@@ -213,13 +234,74 @@ def convolution_step(
     _convolve[rows, triton.cdiv(channels, block)](
         hidden_states, conv_state, weight, weight if bias is None else bias, out, channels,
         hidden_states.stride(0), hidden_states.stride(1), *conv_state.stride(), *weight.stride(),
-        LENGTH=places, TAPS=taps, BIAS=bias is not None, SILU=activation is not None, BLOCK=block, num_warps=4,
+        LENGTH=places, PLACES=triton.next_power_of_2(places), TAPS=taps, BIAS=bias is not None,
+        SILU=activation is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def _block(width: int) -> int:
     return min(MOST_TOGETHER, triton.next_power_of_2(width))
+
+
+# ---- a whole module: Gated DeltaNet with four projections, as in Qwen3.5
+
+PARTS = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "norm", "out_proj"}
+
+
+def delta_net_step(module: nn.Module, hidden_SLD: Tensor, cache: Any) -> Tensor:
+    """Its forward for one token of each sequence, without a dozen small operations on its gates and heads."""
+    layer, rows, heads = cache.layers[module.layer_idx], len(hidden_SLD), (module.num_k_heads, module.num_v_heads)
+    mixed = convolution_step(
+        module.in_proj_qkv(hidden_SLD).transpose(1, 2), layer.conv_states[0], module.conv1d.weight.squeeze(1),
+        module.conv1d.bias, module.activation,
+    )  # fmt: skip
+    query, key, value = mixed.view(rows, 1, -1).split([module.key_dim, module.key_dim, module.value_dim], -1)
+    query, key = (x.unflatten(2, (heads[0], -1)) for x in (query, key))
+    mixed = _updated(
+        query, key, value.unflatten(2, (heads[1], -1)), module.in_proj_a(hidden_SLD), module.in_proj_b(hidden_SLD),
+        layer.recurrent_states[0], True, (module.A_log, module.dt_bias),
+    )  # fmt: skip
+    gate = module.in_proj_z(hidden_SLD).view(-1, mixed.shape[-1])
+    return module.out_proj(module.norm(mixed.view_as(gate), gate).view(rows, 1, -1))
+
+
+def whole_step(module: nn.Module, hidden_SLD: Tensor, cache: Any) -> Tensor | None:
+    """The output, if the module is of that kind and has states, and its own forward gives the same; otherwise None."""
+    if not module._modules.keys() >= PARTS or not hasattr(module, "dt_bias"):
+        return None
+    layer = cache.layers[module.layer_idx]
+    if any(getattr(layer, name, {}).get(0) is None for name in ("conv_states", "recurrent_states")):
+        return None
+    asked = type(module), module.value_dim, module.key_dim, hidden_SLD.shape[1:], hidden_SLD.dtype, hidden_SLD.device
+    if asked not in _known_steps:
+        _known_steps[asked] = _same_step(module, hidden_SLD, cache)
+    return delta_net_step(module, hidden_SLD, cache) if _known_steps[asked] else None
+
+
+_known_steps: dict[tuple, bool] = {}
+
+
+def _same_step(module: nn.Module, hidden_SLD: Tensor, cache: Any) -> bool:
+    """Whether both make the same output and states of random ones."""
+    random = torch.Generator(hidden_SLD.device).manual_seed(0)
+    layer, results = cache.layers[module.layer_idx], list[tuple[Tensor, ...]]()
+    states = [torch.empty_like(own[0]).normal_(generator=random) for own in (layer.conv_states, layer.recurrent_states)]
+    given = torch.empty_like(hidden_SLD).normal_(generator=random)
+    forward = step_forward(type(module).forward)
+    try:
+        for run in (lambda other: forward(module, given, cache_params=other), partial(delta_net_step, module, given)):
+            fresh, other = copy.copy(layer), copy.copy(cache)
+            fresh.conv_states, fresh.recurrent_states = ({0: own.clone()} for own in states)
+            other.layers = [*cache.layers]
+            other.layers[module.layer_idx] = fresh
+            results.append((run(other), fresh.conv_states[0], fresh.recurrent_states[0]))
+    except (Inapplicable, AttributeError, TypeError):  # another module, or another version's
+        return False
+    except triton.TritonError as error:
+        logger.warning("%s has no kernel here and is slower: %s", type(module).__name__, first_line(error))
+        return False
+    return max(map(relative_gap, *results)) <= (1e-4 if given.dtype == torch.float32 else 3e-2)
 
 
 # ---- in place of transformers' functions

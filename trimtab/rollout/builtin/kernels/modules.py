@@ -1,9 +1,9 @@
-"""Kernels in place of modules of transformers while the engine generates: RMS norms and stacked experts.
+"""Kernels in place of modules of transformers while the engine generates: RMS norms, gated MLPs and stacked experts.
 
 A norm is five to nine operations, experts with their sorting about twenty, and between small operations a device waits.
 Families multiply a norm by the weight before or after rounding, by 1 + weight, or by a gate as well. Which a class does
-is found by trying it with random numbers, as is whether a class of experts does what the kernels do; one that does
-something else keeps its own forward.
+is found by trying it with random numbers, as is whether a class of MLPs or experts does what the kernels do; one that
+does something else keeps its own forward.
 """
 
 import contextlib
@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from trimtab.models.fused_layer import Experts
-from trimtab.models.layer_kernels import warps_of_norm
+from trimtab.models.layer_kernels import gated, warps_of_norm
 from trimtab.models.pretrained import first_line
 from trimtab.models.recurrent_kernels import relative_gap
+from trimtab.rollout.builtin.kernels.fused_linear import few_rows_apply, small_batch_gate_up
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +76,15 @@ def rms_norm(states: Tensor, weight_D: Tensor, epsilon: float, kind: int, gate: 
 
 @contextlib.contextmanager
 def fused_modules(model: nn.Module) -> Iterator[None]:
-    """Inside, kernels do what the model's norms and experts do."""
+    """Inside, kernels do what the model's norms, MLPs and experts do."""
     replaced = []
     for module in model.modules():
         if "forward" in vars(module):
             continue
         if (epsilon := _epsilon(module)) is not None:
             module.forward = functools.partial(_norm_forward, module, epsilon)
+        elif _is_gated_mlp(module):
+            module.forward = functools.partial(_mlp_forward, module)
         elif _has_stacked_experts(module):
             module.forward = functools.partial(_experts_forward, module)
         else:
@@ -148,6 +151,49 @@ def _gap(work: Callable[[], Tensor], expected: Tensor) -> float:
         return math.inf
 
 
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    """Whether its forward uses three projections and an activation, and nothing else."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and set(code.co_names) == MLP and code.co_argcount == 2 and not module._parameters
+
+
+def _mlp_forward(module: nn.Module, states: Tensor) -> Tensor:
+    sizes = module.gate_proj.in_features, module.gate_proj.out_features
+    asked = (type(module), type(module.act_fn), sizes, states.dtype, states.device)
+    if asked not in _known:
+        _known[asked] = _does_the_same(type(module).forward, _gated_mlp, module, states)
+    return (_gated_mlp if _known[asked] else type(module).forward)(module, states)
+
+
+def _gated_mlp(module: nn.Module, states: Tensor) -> Tensor:
+    rows_TD, both = states.flatten(0, -2), [module.gate_proj, module.up_proj]
+    if few_rows_apply(rows_TD, both) and both[0].bias is None:
+        inside = small_batch_gate_up(rows_TD, *both)
+    else:
+        inside = gated(*(projection(rows_TD) for projection in both))
+    return module.down_proj(inside).view(states.shape)
+
+
+_known: dict[tuple, bool] = {}
+"""Whether the kernels do what a class of MLPs or experts does, by class and shape."""
+
+
+@torch.no_grad()
+def _does_the_same(forward: Callable, kernels: Callable, module: nn.Module, like: Tensor, *choices: Tensor) -> bool:
+    """Tried with the module's own weights, and with numbers of any size: some modules clamp large ones."""
+    random = torch.Generator(like.device).manual_seed(0)
+    drawn = torch.randn(TRIED, like.shape[-1], generator=random, device=like.device)
+    gaps = []
+    for size in (1, 100):
+        states = (drawn * size).to(like.dtype)
+        expected = forward(module, states, *choices)
+        gaps.append(_gap(lambda: kernels(module, states, *choices), expected))  # noqa: B023
+    return max(gaps) <= (1e-4 if like.dtype == torch.float32 else 2e-2)
+
+
 def _has_stacked_experts(module: nn.Module) -> bool:
     if set(module._parameters) != {"gate_up_proj", "down_proj"} or module._buffers:
         return False
@@ -169,24 +215,17 @@ def _experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
     plain = hidden_states.ndim == top_k_index.ndim == 2 and hidden_states.stride(1) == 1 and not torch.is_grad_enabled()
     if plain and both.dtype == down.dtype == hidden_states.dtype and both.is_contiguous() and down.is_contiguous():
         asked = (type(module), both.shape, hidden_states.dtype, hidden_states.device, top_k_index.shape[1])
-        if asked not in _known_experts:
-            _known_experts[asked] = _are_known(module, given)
-        if _known_experts[asked]:
-            return Experts.apply(hidden_states, top_k_weights.contiguous(), top_k_index.contiguous(), both, down)
+        if asked not in _known:
+            random = torch.Generator(both.device).manual_seed(1)
+            shares = torch.rand(TRIED, len(both), generator=random, device=both.device)
+            weights, chosen = shares.topk(top_k_index.shape[1])
+            choices = chosen, weights.to(top_k_weights.dtype)
+            _known[asked] = _does_the_same(type(module).forward, _experts, module, hidden_states, *choices)
+        if _known[asked]:
+            return _experts(module, *given)
     return type(module).forward(module, *given)
 
 
-_known_experts: dict[tuple, bool] = {}
-
-
-def _are_known(module: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> bool:
-    """Whether the kernels do what a class of experts does, tried with its own weights."""
-    like, (count, k) = given[0], (len(module.gate_up_proj), given[1].shape[1])
-    random = torch.Generator(like.device).manual_seed(0)
-    states = torch.randn(TRIED, like.shape[1], generator=random, device=like.device).to(like.dtype)
-    shares = torch.rand(TRIED, count, generator=random, device=like.device)
-    weights, chosen = shares.topk(k)
-    weights = weights.to(given[2].dtype)
-    expected = type(module).forward(module, states, chosen, weights)
-    gap = _gap(lambda: Experts.apply(states, weights, chosen, module.gate_up_proj, module.down_proj), expected)
-    return gap <= (1e-4 if like.dtype == torch.float32 else 2e-2)
+def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    chosen = top_k_weights.contiguous(), top_k_index.contiguous()
+    return Experts.apply(hidden_states, *chosen, module.gate_up_proj, module.down_proj)
