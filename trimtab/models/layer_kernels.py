@@ -517,8 +517,10 @@ def product(
         height, width, step, warps, stages = 64, max(LEAST_DOT, triton.next_power_of_2(outputs)), 128, 4, 4
     elif rows <= 64:
         height, width, step, warps, stages = min(64, max(16, triton.next_power_of_2(rows))), 32, 128, 4, 4
-    elif triton.cdiv(rows, 128) * triton.cdiv(outputs, 128) < 132:
+    elif triton.cdiv(rows, 64) * triton.cdiv(outputs, 64) <= 132:  # processors of an H200
         height, width, step, warps, stages = 64, 64, 128, 4, 4
+    elif triton.cdiv(rows, 64) * triton.cdiv(outputs, 128) <= 132:
+        height, width, step, warps, stages = 64, 128, 64, 4, 6
     else:
         height, width, step, warps, stages = 128, 128, 64, 8, 3
     step = min(step, max(LEAST_DOT, triton.next_power_of_2(inner)))

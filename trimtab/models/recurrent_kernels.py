@@ -27,7 +27,7 @@ from trimtab.models.pretrained import first_line
 
 logger = logging.getLogger(__name__)
 
-MOST_TOGETHER = 32  # columns of a state in one program
+MOST_TOGETHER = 64  # columns of a state in one program
 
 
 class Inapplicable(Exception):
@@ -230,7 +230,7 @@ def convolution_step(
         raise Inapplicable
     if hidden_states.dtype != conv_state.dtype or hidden_states.dtype != weight.dtype:
         raise Inapplicable
-    out, block = hidden_states.new_empty(rows, channels, 1), 256
+    out, block = hidden_states.new_empty(rows, channels, 1), 128
     _convolve[rows, triton.cdiv(channels, block)](
         hidden_states, conv_state, weight, weight if bias is None else bias, out, channels,
         hidden_states.stride(0), hidden_states.stride(1), *conv_state.stride(), *weight.stride(),

@@ -343,8 +343,9 @@ def _tiles_of_heads(rows: int, heads: int, least_lines: int, width: int) -> Line
 
 
 def _tiles_of_gated(rows: int, outputs: int) -> LinearTiles:
-    large = 2 * outputs // 128 * triton.cdiv(rows, 64) >= PROCESSORS - 4
-    return LinearTiles(_height(rows), 128 if large else TILE, 64, 1, 6, swapped=True)
+    programs = 2 * outputs // 128 * triton.cdiv(rows, 64)
+    lines, stages = 128 if programs >= PROCESSORS - 4 else TILE, 4 if programs > PROCESSORS else 6  # two on a processor
+    return LinearTiles(_height(rows), lines, 64, 1, stages, swapped=True)
 
 
 def _tiles_of_parts(rows: int, inner: int, outputs: int) -> LinearTiles:
