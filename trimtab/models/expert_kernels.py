@@ -63,7 +63,7 @@ def route(
     return weights, chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _sort(chosen, order, starts, slots, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     place = 0

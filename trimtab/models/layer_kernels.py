@@ -116,7 +116,7 @@ def _add_rms_norm(new: Tensor | None, stream_TD: Tensor, after_TD: Tensor, weigh
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_backward(
     grad, more, stream, weight, grad_stream, grad_weight, epsilon, rows,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr, LEARNS: tl.constexpr,
@@ -265,7 +265,7 @@ def _rotate(
         epsilon, *(x.stride(0) for x in (query, key, value, turned_query, turned_key)), *keys.stride()[:3],
         QUERIES=queries, QUERY_ROWS=triton.next_power_of_2(queries), HEADS=heads,
         HEAD_ROWS=triton.next_power_of_2(heads), HALF=width // 2, COLUMNS=triton.next_power_of_2(width // 2),
-        PAGE=keys.shape[1], NORM=head_norms is not None, STORED=stored, num_warps=4,
+        PAGE=keys.shape[1] if stored else 1, NORM=head_norms is not None, STORED=stored, num_warps=4,
     )  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def _turned_back(x1, x2, cos1, sin1, cos2, sin2):
     return x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate_backward(
     grad, before, cos, sin, norm, out, grad_norm, epsilon, rows,
     grad_row, grad_head, before_row,
@@ -411,7 +411,7 @@ def attend_block(
     return higher, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _attend(
     query, key, value, out, log_sums, query_starts, key_starts, scale, window, tokens,
     query_row, query_head, key_row, key_head, value_row, value_head,
@@ -482,7 +482,7 @@ def attend_rows(
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
-    x, weight, bias, out, rows, inner, x_row, BIASED: tl.constexpr, ONTO: tl.constexpr, OUTPUTS: tl.constexpr,
+    x, weight, bias, out, rows, inner, outputs, x_row, BIASED: tl.constexpr, ONTO: tl.constexpr, WHOLE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -490,16 +490,16 @@ def _product(
     k = tl.arange(0, BK)
     left = x + m.to(tl.int64)[:, None] * x_row + k[None, :]
     right = weight + n.to(tl.int64)[:, None] * inner + k[None, :]
-    live, there = (m < rows)[:, None], (n < OUTPUTS)[:, None]
+    live, known = (m < rows)[:, None], n < outputs
     total = tl.zeros([BM, BN], tl.float32)
     for start in range(0, inner, BK):
         inside = (k + start < inner)[None, :]
         a = tl.load(left + start, live & inside, 0.0)
-        b = tl.load(right + start, there & inside, 0.0)
+        b = tl.load(right + start, inside if WHOLE else known[:, None] & inside, 0.0)
         total = tl.dot(a, tl.trans(b), total)
     if BIASED:
-        total += tl.load(bias + n, n < OUTPUTS, 0.0)[None, :].to(tl.float32)
-    place, kept = out + m.to(tl.int64)[:, None] * OUTPUTS + n[None, :], live & (n < OUTPUTS)[None, :]
+        total += tl.load(bias + n, known, 0.0)[None, :].to(tl.float32)
+    place, kept = out + m.to(tl.int64)[:, None] * outputs + n[None, :], live & known[None, :]
     if ONTO:  # rounded first, as by a product and a sum
         total = total.to(out.dtype.element_ty).to(tl.float32) + tl.load(place, kept, 0.0).to(tl.float32)
     tl.store(place, total.to(out.dtype.element_ty), kept)
@@ -525,8 +525,8 @@ def product(
         height, width, step, warps, stages = 128, 128, 64, 8, 3
     step = min(step, max(LEAST_DOT, triton.next_power_of_2(inner)))
     _product[triton.cdiv(rows, height), triton.cdiv(outputs, width)](
-        x_TI, weight_OI, weight_OI if bias_O is None else bias_O, out, rows, inner, x_TI.stride(0),
-        BIASED=bias_O is not None, ONTO=onto is not None, OUTPUTS=outputs, BM=height, BN=width, BK=step,
+        x_TI, weight_OI, weight_OI if bias_O is None else bias_O, out, rows, inner, outputs, x_TI.stride(0),
+        BIASED=bias_O is not None, ONTO=onto is not None, WHOLE=outputs % width == 0, BM=height, BN=width, BK=step,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -12,6 +12,10 @@ from torch import Tensor
 
 STRETCH = 2048  # logits that one program reads
 TURNED = (2048, 8)  # columns and warps of a program, tuned on an H200
+OF_ROWS = ["places", "normalisers", "chosen", "means", "grad_log_probs", "grad_chosen", "grad_entropy"]
+OF_STRETCHES = ["peaks", "sums", "mixes"]
+"""Arguments with few values for each row: parts of other tensors, so that their alignment depends on the number of
+rows. Nothing is compiled anew because of it, and the order of sums does not depend on it."""
 
 
 @triton.jit
@@ -25,7 +29,7 @@ def shaped(raw, scale, softcap, temperature, SHAPED: tl.constexpr, CAPPED: tl.co
     return z
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STRETCHES)
 def _stretches(
     raw, peaks, sums, mixes, vocabulary, row_stride, scale, softcap, temperature, heat_stride,
     SHAPED: tl.constexpr, CAPPED: tl.constexpr, MEANS: tl.constexpr, BY_ROW: tl.constexpr, STRETCH: tl.constexpr,
@@ -57,7 +61,7 @@ def joined(peaks, sums, row, COUNT: tl.constexpr, COUNT_ROUNDED: tl.constexpr):
     return top, tl.where(inside, tl.load(sums + row * COUNT + stretch, inside, 0.0) * tl.exp(peak - top), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS + OF_STRETCHES)
 def _read(
     raw, places, peaks, sums, mixes, normalisers, chosen, means, row_stride, scale, softcap, temperature,
     SHAPED: tl.constexpr, CAPPED: tl.constexpr, MEANS: tl.constexpr,
@@ -74,7 +78,7 @@ def _read(
     tl.store(chosen + row, shaped(target, scale, softcap, temperature, SHAPED, CAPPED))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _turned(
     raw, out, places, normalisers, means, grad_log_probs, grad_chosen, grad_entropy, vocabulary, row_stride, blocks,
     scale, softcap, temperature,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trimtab.models.lm_head_kernels import STRETCH, joined, shaped, stretches
+from trimtab.models.lm_head_kernels import OF_STRETCHES, STRETCH, joined, shaped, stretches
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def _mixed(x):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_STRETCHES)
 def _pick(
     logits, peaks, sums, seeds, drawn, tokens, log_probs, vocabulary, row_stride, seeds_stride, drawn_stride,
     scale, softcap, temperature, heat_stride, SHAPED: tl.constexpr, CAPPED: tl.constexpr, BY_ROW: tl.constexpr,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trimtab.models.layer_kernels import overlapped, rotated, shared_memory, wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _joined(
     x, weight1, weight2, weight3, bias1, bias2, bias3, out, rows, inner, x_row, out_row,
     N1: tl.constexpr, N2: tl.constexpr, BIASED: tl.constexpr,
@@ -49,7 +49,7 @@ def _joined(
     tl.store(place, total.to(out.dtype.element_ty), (m < rows)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated(
     x, gate, up, out, rows, inner, x_row, out_row, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip

@@ -23,7 +23,7 @@ def _of_values(place, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
     return place
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _decode(
     query, keys, values, tables, lengths, sinks, out, peaks, sums,
     query_row, query_head, page_stride, token_stride, head_stride, table_row, out_row, out_head,
