@@ -36,6 +36,7 @@ from trimtab.models.activation_memory import layers_of
 from trimtab.models.attention import PackedPass, carried
 from trimtab.models.fused_layer import FusedLayer, FusedNorm, is_llama_like, lora_linear, modules_of_layers
 from trimtab.models.packed import PackedModel, backbone_of, has_dropout, learned_positions, scoring
+from trimtab.models.precompile import compile_together
 from trimtab.models.reward import RewardOutput
 from trimtab.models.routing import recorded_routes, replayed_routes
 from trimtab.models.selfcheck import probe_batch
@@ -145,7 +146,7 @@ def fuse_layers(root: PackedModel, device: torch.device) -> str:
 def _fused_problem(root: PackedModel) -> str:
     with preserve_rng_state(), scoring(root):
         for learns in {any(weight.requires_grad for weight in root.parameters()), False}:
-            comparison = root.attention.comparison = Comparison(learns)
+            comparison = root.attention.comparison = Comparison(learns, kernels=True)
             try:
                 root.check_values(probe_batch(root.config, root.device, FIRST))
             finally:
@@ -312,6 +313,7 @@ class Comparison:
     """Compares all compiled layers with eager ones, during one forward pass of the model without gradients."""
 
     learns: bool
+    kernels: bool = False  # the layers are Triton kernels, to be compiled at the first layer
     problem: str = ""  # of the first layer with one
 
     def of(self, layer: nn.Module, plain: Forward, compiled: Forward, arguments: Sequence[Any], named: Any) -> Any:
@@ -320,10 +322,14 @@ class Comparison:
         if not self.problem:
             slope_TD = torch.arange(hidden_TD.numel(), device=hidden_TD.device).mul(0.7).sin().view_as(hidden_TD)
             slope_TD = slope_TD.to(hidden_TD.dtype)  # an arbitrary gradient
+            given = hidden_TD, slope_TD, others, named
+            if self.kernels:
+                compile_together(lambda: self._run(layer, compiled, *given), hidden_TD.device)
+                self.kernels = False
             with recorded_routes(layer) as routes:
-                theirs = self._run(layer, plain, hidden_TD, slope_TD, others, named)
+                theirs = self._run(layer, plain, *given)
             with replayed_routes(routes):
-                ours = self._run(layer, compiled, hidden_TD, slope_TD, others, named)
+                ours = self._run(layer, compiled, *given)
             self.problem = _difference(ours, theirs, hidden_TD, slope_TD)
         return plain(hidden_TD, *others, **named)
 

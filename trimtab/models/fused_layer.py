@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
 from trimtab.models.attention import PackedPass, carried, with_window
+from trimtab.models.precompile import is_noting
 from trimtab.models.routing import is_softmax_router
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -153,9 +154,11 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.
     if rows * outputs >= ENOUGH:
         return _by_cublas(x_TI, weight_OI, bias_O, dtype)
     key = x_TI.device.index, rows, *weight_OI.shape, bias_O is None, dtype
-    if key not in _tried:
-        _tried[key] = _is_bit_equal(rows, weight_OI, bias_O, dtype)
-    return (_by_cublas if _tried[key] else _Product.apply)(x_TI, weight_OI, bias_O, dtype)
+    if (may_use_cublas := _tried.get(key)) is None:
+        may_use_cublas = _is_bit_equal(rows, weight_OI, bias_O, dtype)
+        if not is_noting():
+            _tried[key] = may_use_cublas
+    return (_by_cublas if may_use_cublas else _Product.apply)(x_TI, weight_OI, bias_O, dtype)
 
 
 def _by_cublas(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:

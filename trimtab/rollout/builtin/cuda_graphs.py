@@ -27,9 +27,9 @@ from trimtab.data.batches import can_pin
 from trimtab.distributed.device import DeviceGraph, capture_graph, has_graphs
 from trimtab.models.attention import PackedRow
 from trimtab.models.policy import Policy
+from trimtab.models.precompile import compile_together
 from trimtab.models.pretrained import first_line
 from trimtab.rollout.builtin.attention import MOST_TOGETHER, SinglePart, VarlenPart
-from trimtab.rollout.builtin.fused_layers import precompile
 from trimtab.rollout.builtin.kv_cache import KVCache
 from trimtab.rollout.builtin.model_runner import ModelRunner, switches
 from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler, SamplerOutput, SamplingFeatures
@@ -119,7 +119,7 @@ class DecodeGraphs:
         if self.angles is None and runner.fused is not None:
             self.angles = runner.fused.all_angles(self.pages * self.size)
         if runner.fused is not None:
-            precompile(runner.fused, runner.cache.shape, runner.cache.size, (rows,))
+            compile_together(lambda: self._step(runner, rows), runner.device)
         # The warm-up before a capture must write to page 0 only.
         self.table.zero_()
         self.step.zero_()

@@ -4,19 +4,15 @@ model_runner.py decides which models have them. Linear layers with LoRA and with
 other projections are called as modules.
 """
 
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.models.fused_layer import LoraLinear, apply_experts, apply_linear, head_norms, is_mixture, lora_linear
 from trimtab.models.pretrained import first_line
-from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
+from trimtab.rollout.builtin.kv_cache import KVCache
 from trimtab.rollout.builtin.linear import int8_weights
 
 logger = logging.getLogger(__name__)
@@ -181,91 +177,3 @@ def _described(modules: list[nn.Module], x_TD: Tensor) -> list[LoraLinear] | Non
         return None
     plain = all(type(module) is nn.Linear for module in modules)
     return layers if not plain or is_wide(x_TD, layers) else None
-
-
-# ---- precompilation
-
-
-def precompile(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, ...]) -> None:
-    """Compile the kernels of a layer in parallel, for passes of these numbers of rows.
-
-    Triton compiles a kernel at its first launch, in half a second, and a layer has a dozen. With compiled kernels in
-    Triton's disk cache this takes only a few launches."""
-    from trimtab.models.layer_kernels import INTERPRETED
-
-    if INTERPRETED:
-        return
-    work = [launch for rows in sizes for launch in _launches(fused, KVCache(shape, 1, page, fused.device), rows)]
-
-    def done(launch: Callable[[], object]) -> None:
-        if fused.device.index is not None:
-            torch.accelerator.set_device_index(fused.device.index)  # set for each thread
-        torch.zeros(1, device=fused.device)  # initializes the device in this thread
-        # A failure occurs again in the pass itself, and is reported there.
-        with torch.no_grad(), contextlib.suppress(Exception):
-            launch()
-
-    with one_loads_at_a_time(), ThreadPoolExecutor(len(work)) as threads:
-        list(threads.map(done, work))
-
-
-@contextlib.contextmanager
-def one_loads_at_a_time() -> Iterator[None]:
-    """Lock Triton's loading of launchers inside the context. Each is a Python module, and all have the same name: two
-    threads that load at once may get each other's."""
-    from triton.runtime import driver
-
-    active, lock = driver.active, threading.Lock()
-    load = getattr(active, "launcher_cls", None)
-    if load is None:  # other versions of Triton
-        yield
-        return
-
-    def loaded(*given: Any) -> Any:
-        with lock:
-            return load(*given)
-
-    active.launcher_cls = loaded
-    try:
-        yield
-    finally:
-        active.launcher_cls = load
-
-
-def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[], object]]:
-    """The launches of a layer, each with its own tensors."""
-    from trimtab.models.layer_kernels import fused_add_rms_norm
-    from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
-
-    layer, arguments = fused.backbone.layers[0], fused.arguments[0]
-    attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
-    like = fused.embedding_VD
-    stream = like.new_zeros(rows, like.shape[1])
-    mixed = like.new_zeros(rows, attention.o_proj.in_features)
-    zeros = torch.zeros(rows, dtype=torch.int64, device=like.device)
-    keys, values = cache.keys[0], cache.values[0]
-    width = keys.shape[-1]
-
-    def normed(new: torch.Tensor | None) -> Callable[[], object]:
-        return lambda: fused_add_rms_norm(new, stream.clone(), norm.weight, norm.variance_epsilon)
-
-    def attended() -> object:
-        query, scale = mixed.unflatten(1, (-1, width)), arguments.get("scaling") or width**-0.5
-        others = {"softcap": arguments.get("softcap"), "window": arguments.get("sliding_window")}
-        tables = torch.zeros(rows, 3, dtype=torch.int64, device=like.device)
-        return paged_attention(query, keys, values, tables, zeros + 1, scale=scale, **others)
-
-    return [
-        normed(None),
-        lambda: normed(linear_partials(attention.o_proj, mixed, exact=fused.exact))(),
-        lambda: qkv_rope(attention, stream, fused.angles(zeros), keys, values, zeros),
-        *_launches_of_mlp(fused, mlp, stream),
-        attended,
-    ]
-
-
-def _launches_of_mlp(fused: FusedLayers, mlp: nn.Module, stream_TD: Tensor) -> list[Callable[[], object]]:
-    if is_mixture(mlp):
-        return [lambda: apply_experts(mlp, stream_TD)]
-    inside = stream_TD.new_zeros(len(stream_TD), mlp.down_proj.in_features)
-    return [lambda: gate_up(mlp, stream_TD), lambda: linear_partials(mlp.down_proj, inside, exact=fused.exact)]

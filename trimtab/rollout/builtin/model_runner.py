@@ -45,9 +45,10 @@ from torch import nn
 from trimtab.distributed.device import has_kernels
 from trimtab.models.compile import off_by
 from trimtab.models.fused_layer import is_llama_like
+from trimtab.models.precompile import compile_together
 from trimtab.models.pretrained import first_line
 from trimtab.models.routing import recorded_routes, replayed_routes
-from trimtab.rollout.builtin.fused_layers import FusedLayers, precompile
+from trimtab.rollout.builtin.fused_layers import FusedLayers
 
 _LOOKED_AT = 16  # numbers of every tensor
 
@@ -91,7 +92,8 @@ def generating(policy: Policy, attention: CachedAttention | AttentionProbe) -> I
     policy.eval()
     carry(policy.inner, attention)
     modules: contextlib.AbstractContextManager = contextlib.nullcontext()
-    if policy.path == "packed" and has_kernels(policy.device):
+    # Llama-like models have fused layers instead, which are compared with their plain modules.
+    if policy.path == "packed" and has_kernels(policy.device) and not is_llama_like(backbone_of(policy.inner)):
         from trimtab.rollout.builtin.kernels.modules import fused_modules
 
         modules = fused_modules(policy.inner)
@@ -323,6 +325,7 @@ logger = logging.getLogger(__name__)
 
 WHOLE_TOLERANCE = 0.3
 READ = 9  # tokens of the self-check's prefill, before one decode step
+MORE = 256, 2048  # tokens of other prefills, whose kernels are compiled beforehand
 
 
 def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], page: int) -> FusedLayers | None:
@@ -338,7 +341,9 @@ def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], pa
     every = [{name: asked.get(name) for name in used} | own for asked in arguments]
     fused = FusedLayers(backbone, every, policy.attention.fused)
     try:
-        precompile(fused, shape, page, (1, READ))
+        for tokens in (READ, *MORE):
+            cache = _memory(shape, page, policy.device, tokens)
+            compile_together(lambda: _few_hidden_states(policy, cache, fused, tokens), policy.device)  # noqa: B023
         return fused if passes_self_check(fused, policy, shape, page) else None
     except torch.OutOfMemoryError:
         raise
@@ -418,12 +423,12 @@ def _streams(backbone: nn.Module) -> Iterator[list[list[Tensor]]]:
             hook.remove()
 
 
-def _memory(shape: KVShape, page: int, device: torch.device) -> KVCache:
-    return KVCache(shape, -(-(READ + 1) // page), page, device)
+def _memory(shape: KVShape, page: int, device: torch.device, tokens: int = READ) -> KVCache:
+    return KVCache(shape, -(-(tokens + 1) // page), page, device)
 
 
-def _few_hidden_states(policy: Policy, cache: KVCache, fused: FusedLayers | None) -> Tensor:
-    ids = [(7 * i + 3) % policy.head.out_features for i in range(READ + 1)]
+def _few_hidden_states(policy: Policy, cache: KVCache, fused: FusedLayers | None, tokens: int = READ) -> Tensor:
+    ids = [(7 * i + 3) % policy.head.out_features for i in range(tokens + 1)]
     pages = list(range(1, -(-len(ids) // cache.size) + 1))
     tensor = partial(torch.tensor, device=policy.device)
     with ModelRunner(policy, cache, fused) as runner:
