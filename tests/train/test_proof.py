@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import warm
+from tests.models.families import write_family
 from tests.models.test_reward import WITHOUT_CLASSIFIER
 from tests.train.job_run import make_run, rows, weights, write_model, write_rows
 from tests.train.jobs import JOBS, job_words, write_job
@@ -188,6 +189,15 @@ def test_adapters_that_are_cut_off_in_train_mode_alone_are_noticed_with_dropout(
 
     run.model.inner.model.layers[0].register_forward_hook(cut)
     assert "changes the loss and gets no gradient" in check_update(trial_in(run)).problem
+
+
+def test_weights_that_only_choose_need_no_gradient(sft, tmp_path):
+    """Which keys sparse attention reads changes the loss, and has no derivative."""
+    write_family("deepseek_v32", tmp_path / "model")
+    run = sft()
+    name = "model.layers.0.self_attn.indexer.wk.weight"
+    assert name in run.optimizer.working and not check_update(trial_in(run)).problem
+    assert trial_in(run).with_effect([name]) == [name]
 
 
 def test_a_frozen_tensor_that_moves_fails(sft, monkeypatch):

@@ -45,7 +45,9 @@ PROBED = 8  # tensors without a gradient whose effect on the loss is looked at
 MANY_CUT = 0.5  # of the rows
 SLOW, SHORT = "too slow for a start; trimtab check runs them", "out of memory"
 NOISE = 3  # times what one rounding changes, sums in another order may change
-ADAPTER_B, ROUTER = re.compile("lora_B|lora_embedding_B"), re.compile(r"router|gate\.(weight|lora_)")
+ADAPTER_B = re.compile("lora_B|lora_embedding_B")
+CHOOSES = re.compile(r"router|gate\.(weight|lora_)|e_score_correction_bias|indexer\.")
+"""Names of weights that may only choose: experts, or the keys of sparse attention."""
 
 
 @dataclass(frozen=True)
@@ -414,9 +416,8 @@ def check_update(trial: TrialUpdate) -> CheckResult:
         changed = trial.largest({name: float(checksum_of(p) != sums[name]) for name, p in frozen.items()})
         moved = [name for name, has_moved in changed.items() if has_moved]
         # A tensor that the loss does not depend on has no gradient: an expert without tokens, or keys of a layer that
-        # uses another layer's.
-        # A router may choose experts and weigh nothing.
-        lost = trial.with_effect([name for name in silent[:PROBED] if not ROUTER.search(name)])
+        # uses another layer's. What chooses need not weigh anything.
+        lost = trial.with_effect([name for name in silent if not CHOOSES.search(name)][:PROBED])
     unused = [] if lost else silent
     moving = len(optimizer.working) - len(silent) - len(unmoved)
     tried = f"a trial step moved {moving} of {len(optimizer.working)} trained tensors and {len(moved)} of {len(frozen)}"
