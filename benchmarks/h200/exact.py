@@ -166,7 +166,7 @@ def measure_gradients(bench: Bench, name: str) -> None:
         own = copy.deepcopy(model).to(torch.float32 if kind == "fp32" else torch.bfloat16)
         policy = Policy(own)
         choose_path(policy)
-        if kind == "fused" and (problem := fuse_layers(policy, bench.device)):
+        if kind == "fused" and (problem := fuse_layers(policy, bench.device, bf16=True)):
             bench.say(f"{name}: {problem}")
         # All take the experts of fp32: a token that is routed elsewhere would hide what rounding does.
         replayed = replayed_routes(dict(zip(routers_of(own), chosen)))

@@ -69,7 +69,7 @@ def policy_of(model: torch.nn.Module, bench: Bench, lora: int) -> Policy:
                     weight.normal_(0, 1e-3)
     policy = Policy(model)
     choose_path(policy)
-    if bench.arguments.exact and not bench.tiny and (problem := fuse_layers(policy, bench.device)):
+    if bench.arguments.exact and not bench.tiny and (problem := fuse_layers(policy, bench.device, bf16=True)):
         raise UserError(problem)
     return policy
 

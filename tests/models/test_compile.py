@@ -16,11 +16,15 @@ from torch._dynamo.utils import counters
 from tests import warm
 from tests.tiny import FAMILIES, tiny_model
 from trimtab.config.jobs import SFTOptions
+from trimtab.config.rl_jobs import GRPOOptions
+from trimtab.distributed.device import find_device
+from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.interrupts import unheard_by_children
 from trimtab.models import compile as compiled
 from trimtab.models.activation_memory import enable_gradient_checkpointing, layers_of
 from trimtab.models.compile import COMPILER, CompiledLayer, compile_layers, fuse_layers, graphs_so_far
+from trimtab.models.load import fuse_if_exact
 from trimtab.models.lora import adapters_off, add_adapters
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
@@ -220,7 +224,7 @@ def test_adapters_on_and_off_and_layers_that_recompute():
 def test_layers_that_cannot_be_fused_stay_as_they_are(family):
     policy = policy_of(family)
     before = [vars(module).get("forward") for module in policy.modules()]
-    assert "bf16" in fuse_layers(policy, CPU)
+    assert "bf16" in fuse_layers(policy, CPU, bf16=True)
     assert not policy.attention.fused and [vars(module).get("forward") for module in policy.modules()] == before
 
 
@@ -228,7 +232,35 @@ def test_layers_that_cannot_be_fused_stay_as_they_are(family):
 def test_layers_unlike_llamas_are_refused_by_name(family, monkeypatch):
     monkeypatch.setattr(compiled, "is_hopper", lambda device: True)
     policy = policy_of(family).to(torch.bfloat16)
-    assert fuse_layers(policy, CPU) == f"{type(policy.inner).__name__} has other layers than Llama"
+    assert fuse_layers(policy, CPU, bf16=True) == f"{type(policy.inner).__name__} has other layers than Llama"
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"exact": "off"}, "--exact off"),
+        ({"compile": "on"}, "not with --compile on"),
+        ({"aux_loss_coef": 0.1}, "not with --aux_loss_coef"),
+        ({"weight_only_int8": True}, "not with --weight_only_int8"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_keep": "attention"}, "_checkpointing_keep"),
+        ({"use_liger_kernel": True}, "not with --use_liger_kernel"),
+        ({}, "it needs bf16"),
+    ],
+)
+def test_what_is_not_exact_says_why_and_is_refused_if_it_was_asked_for(changes, reason, monkeypatch):
+    policy, options = Policy(tiny_model("llama")), GRPOOptions(pretrain="model", bf16=True, **changes)
+    fuse_if_exact(policy, options, find_device(), Mesh())
+    assert reason in policy.not_exact and not policy.attention.fused
+    if options.exact != "off":
+        asked = GRPOOptions(pretrain="model", bf16=True, **changes | {"exact": "on"})
+        with pytest.raises(UserError, match=f"^--exact on: .*{reason}"):
+            fuse_if_exact(policy, asked, find_device(), Mesh())
+    monkeypatch.setattr("trimtab.models.load.is_world", lambda: True)
+    frozen = policy.requires_grad_(False)
+    fuse_if_exact(frozen, GRPOOptions(pretrain="model", bf16=True), find_device(), Mesh())
+    assert frozen.not_exact == "not with several processes, unless by --exact on"
+    fuse_if_exact(frozen, GRPOOptions(pretrain="model", bf16=True, exact="on"), find_device(), Mesh())
+    assert frozen.not_exact.startswith("it needs bf16")
 
 
 @pytest.mark.long

@@ -11,13 +11,8 @@ import torch.nn.functional as F
 from tests.rollout.kernel_device import DEVICE, DTYPE
 from tests.tiny import tiny_model
 from trimtab.config.jobs import SFTOptions
-from trimtab.config.rl_jobs import GRPOOptions
-from trimtab.distributed.device import find_device
-from trimtab.distributed.mesh import Mesh
-from trimtab.errors import UserError
 from trimtab.models import expert_kernels, fused_layer, layer_kernels
 from trimtab.models.compile import fuse_layers
-from trimtab.models.load import fuse_if_exact
 from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
@@ -172,7 +167,7 @@ def test_sampled_log_probs_are_the_trainers_bit_for_bit(family, rank, monkeypatc
             torch.nn.init.normal_(weight, std=0.1)
     choose_path(policy)
     policy.to(DEVICE, torch.bfloat16)
-    assert fuse_layers(policy, policy.device) == ""
+    assert fuse_layers(policy, policy.device, bf16=True) == ""
     engine = BuiltinEngine(policy, max_num_seqs=24)
     assert engine.exact
     rng = np.random.default_rng(0)
@@ -186,29 +181,3 @@ def test_sampled_log_probs_are_the_trainers_bit_for_bit(family, rank, monkeypatc
         assert (found != sampled).sum() == 0
     alone = engine.generate(prompts[1:2], sampling, seeds=[1])
     assert all((a.log_probs == b.log_probs).all() for a, b in zip(alone, rollouts[6:12], strict=True))
-
-
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"exact": "off"}, "--exact off"),
-        ({"compile": "on"}, "not with --compile on"),
-        ({"aux_loss_coef": 0.1}, "not with --aux_loss_coef"),
-        ({"weight_only_int8": True}, "not with --weight_only_int8"),
-        ({"gradient_checkpointing": True, "gradient_checkpointing_keep": "attention"}, "_checkpointing_keep"),
-        ({"use_liger_kernel": True}, "not with --use_liger_kernel"),
-        ({}, "it needs bf16"),
-    ],
-)
-def test_what_is_not_exact_says_why_and_is_refused_if_it_was_asked_for(changes, reason, monkeypatch):
-    policy, options = Policy(tiny_model("llama")), GRPOOptions("model", bf16=True, **changes)
-    fuse_if_exact(policy, options, find_device(), Mesh())
-    assert reason in policy.not_exact and not policy.attention.fused
-    if options.exact != "off":
-        asked = GRPOOptions("model", bf16=True, **changes | {"exact": "on"})
-        with pytest.raises(UserError, match=f"^--exact on: .*{reason}"):
-            fuse_if_exact(policy, asked, find_device(), Mesh())
-    monkeypatch.setattr("trimtab.models.load.is_world", lambda: True)
-    frozen = policy.requires_grad_(False)
-    fuse_if_exact(frozen, GRPOOptions("model", bf16=True), find_device(), Mesh())
-    assert frozen.not_exact == "not with several processes"

@@ -109,19 +109,19 @@ def compile_layers(
     return CompileResult(problem, time.monotonic() - began)
 
 
-def fuse_layers(root: PackedModel, device: torch.device) -> str:
-    """Run the layers of a Llama-like model in bf16 by the kernels that the built-in engine uses (fused_layer.py).
-    Returns why not; empty: they do."""
+def fuse_layers(root: PackedModel, device: torch.device, *, bf16: bool) -> str:
+    """Run the layers of a Llama-like model by the kernels that the built-in engine uses (fused_layer.py). `bf16`: the
+    dtype of its weights, when layers of a sharded model are gathered. Returns why not; empty: they do. All processes
+    of the model must call it."""
     backbone = backbone_of(root.inner)
-    weight = next(root.inner.parameters())
-    if not is_hopper(device) or weight.dtype != torch.bfloat16:
+    if not is_hopper(device) or not bf16:
         return "it needs bf16, Triton and compute capability 9.0 (H100, H200)"
     if root.path != "packed" or not is_llama_like(backbone):
         return f"{type(root.inner).__name__} has other layers than Llama"
     layers = [lora_linear(module) for module in modules_of_layers(backbone)]
     adapted = sum(hasattr(module, "lora_A") for module in root.modules())
-    if None in layers or hasattr(weight, "placements") or root.context is not None:
-        return "4-bit weights, split layers and some kinds of adapters are not supported"
+    if None in layers:
+        return "4-bit weights and some kinds of adapters are not supported"
     if any(layer.rank % 8 for layer in layers if layer) or adapted > sum(layer.rank > 0 for layer in layers if layer):
         return "adapters need a rank that is a multiple of 8, and only layers may have one"
     if has_dropout(root):
@@ -137,10 +137,15 @@ def fuse_layers(root: PackedModel, device: torch.device) -> str:
     except Exception as error:  # a kernel compiler may fail in many ways
         problem = f"a kernel fails ({' '.join(str(error).split())[:120]})"
     if problem:
-        root.attention.compiled = root.attention.fused = False
-        for layer in (*backbone.layers, backbone.norm):
-            vars(layer).pop("forward", None)
+        unfuse_layers(root)
     return problem
+
+
+def unfuse_layers(root: PackedModel) -> None:
+    backbone = backbone_of(root.inner)
+    root.attention.compiled = root.attention.fused = False
+    for layer in (*backbone.layers, backbone.norm):
+        vars(layer).pop("forward", None)
 
 
 def _fused_problem(root: PackedModel) -> str:

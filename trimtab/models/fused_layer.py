@@ -242,9 +242,10 @@ class FusedLayer:
         new = apply_linear(attention.o_proj, mixed.flatten(1))
         stream, x = AddNorm.apply(stream, new, norm.weight, norm.variance_epsilon)
         if is_mixture(mlp):
-            return (stream + apply_experts(mlp, x))[None]
-        inside = Gate.apply(*apply_linears([mlp.gate_proj, mlp.up_proj], x))
-        return (stream + apply_linear(mlp.down_proj, inside))[None]
+            out = apply_experts(mlp, x)
+        else:
+            out = apply_linear(mlp.down_proj, Gate.apply(*apply_linears([mlp.gate_proj, mlp.up_proj], x)))
+        return stream[None] + out[None]  # no view: FSDP hooks the result
 
 
 class FusedNorm:

@@ -19,11 +19,12 @@ from trimtab.config.jobs import AttackOptions, GenerateOptions, LearnerOptions, 
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.training_options import DropoutOptions, LoadOptions, ModelOptions
 from trimtab.distributed.device import Device
+from trimtab.distributed.fsdp import reshard_model
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.process_group import is_world
 from trimtab.errors import UserError
 from trimtab.models.activation_memory import ActivationOffload, enable_gradient_checkpointing
-from trimtab.models.compile import fuse_layers
+from trimtab.models.compile import fuse_layers, unfuse_layers
 from trimtab.models.lora import add_adapters, fill_adapters
 from trimtab.models.packed import PackedModel, cast_parameters, has_dropout, switch_off_dropout
 from trimtab.models.parallel.sharded_checkpoint import (
@@ -325,12 +326,20 @@ def fuse_if_exact(module: PackedModel, options: ModelOptions, device: Device, me
         hindrance = "--aux_loss_coef"
     if getattr(options, "weight_only_int8", False):
         hindrance = "--weight_only_int8"
-    if mesh.size > 1 or is_world():  # frozen models may be whole in each of several
-        hindrance = "several processes"
+    if (mesh.size > 1 or is_world()) and options.exact != "on":  # frozen models may be whole in each of several
+        hindrance = "several processes, unless by --exact on"
+    if mesh.sizes["tensor"] > 1 or mesh.sizes["context"] > 1:
+        hindrance = "--ds_tensor_parallel_size or --ring_attn_size"
     if options.exact == "off":
         module.not_exact = "--exact off"
+    elif hindrance:
+        module.not_exact = f"not with {hindrance}"
     else:
-        module.not_exact = f"not with {hindrance}" if hindrance else fuse_layers(module, device.torch)
+        module.not_exact = fuse_layers(module, device.torch, bf16=options.bf16)
+        reshard_model(module)
+        if mesh.size > 1 and mesh.all.any(bool(module.not_exact)) and not module.not_exact:
+            unfuse_layers(module)
+            module.not_exact = "the kernels fail their check in another process"
     if module.not_exact and options.exact == "on" and any(weight.requires_grad for weight in module.parameters()):
         raise UserError(f"--exact on: {module.not_exact}; leave it out")
 
