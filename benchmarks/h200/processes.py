@@ -8,7 +8,7 @@ Everything is imported once; cases run in forks, four at a time, each with a lim
     resume      killed after a checkpoint and resumed: the final model is that of the uninterrupted run, bit for bit
 
 Besides them: a world of one process over the device's own library; one command with `--nproc 2`; runs that sample in
-several processes, whose log-probs are the trainer's (at most 1e-4, in bf16 0.05); and an engine in another process than
+several processes, whose log-probs are the trainer's (at most 1e-4, in bf16 0.05, with --exact on 0); and an engine in another process than
 the policy, whose weights reach it through the device's memory (CUDA IPC).
 
     python benchmarks/h200/processes.py [--only "sft zero 3"] [--all] [--at_once 4] [--seconds 120] [--limit 480]
@@ -88,6 +88,8 @@ CASES = [
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 TOLERANCE, LOSSES = 1e-5, 1e-4
 SAMPLING = {"grpo zero 3": 1e-4, "grpo tensor 2 x data 2": 1e-4, "ppo zero 3": 1e-4, "grpo zero 3 --bf16": 0.05}
+SAMPLING |= {f"grpo {layout} --bf16 --exact on": 0.0 for layout in ("zero 2", "zero 3", "zero 3 in 4")}
+SAMPLING |= {"grpo zero 3 --bf16 --exact on --lora_rank 8 --gradient_checkpointing": 0.0}
 
 
 class Failed(Exception):
@@ -226,9 +228,10 @@ class Bench:
 
     def live(self, name: str) -> str:
         """A run that samples in several processes, and whose samples agree with the trainer's log-probs."""
-        (job, layout), out = name.removesuffix(" --bf16").split(" ", 1), self.folder / f"live-{name.replace(' ', '-')}"
+        case, dashes, options = name.partition(" --")
+        (job, layout), out = case.split(" ", 1), self.folder / f"live-{name.replace(' ', '-')}"
         processes, words = LAYOUTS[layout]
-        more = f"{words} --dist_backend gloo --skip_checks all {'--bf16' if '--bf16' in name else ''}"
+        more = f"{words} --dist_backend gloo --skip_checks all{dashes}{options}"
         running = self.start(job, out, more, processes)
         running.wait()
         gap = max(row["log_prob_gap"] for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
