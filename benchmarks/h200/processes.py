@@ -8,8 +8,8 @@ Everything is imported once; cases run in forks, four at a time, each with a lim
     resume      killed after a checkpoint and resumed: the final model is that of the uninterrupted run, bit for bit
 
 Besides them: a world of one process over the device's own library; one command with `--nproc 2`; runs that sample in
-several processes, whose log-probs are the trainer's (at most 1e-4, in bf16 0.05, with --exact on 0); and an engine in another process than
-the policy, whose weights reach it through the device's memory (CUDA IPC).
+several processes, whose log-probs are the trainer's (at most 1e-4, in bf16 0.05, with --exact on 0); and an engine in
+another process than the policy, whose weights reach it through the device's memory (CUDA IPC).
 
     python benchmarks/h200/processes.py [--only "sft zero 3"] [--all] [--at_once 4] [--seconds 120] [--limit 480]
 """
