@@ -84,16 +84,16 @@ def sampled_weights(policy: Policy) -> tuple:
 
 
 @contextlib.contextmanager
-def generating(policy: Policy, attention: CachedAttention | AttentionProbe) -> Iterator[None]:
-    """Switch the policy to evaluation mode with this attention."""
+def generating(policy: Policy, attention: CachedAttention | AttentionProbe, *, kernels: bool) -> Iterator[None]:
+    """Switch the policy to evaluation mode with this attention. `kernels`: they take the place of modules, where the
+    device has them."""
     register()
     before, training = policy.inner.config._attn_implementation, policy.training
     policy.inner.set_attn_implementation(NAME)
     policy.eval()
     carry(policy.inner, attention)
     modules: contextlib.AbstractContextManager = contextlib.nullcontext()
-    # Llama-like models have fused layers instead, which are compared with their plain modules.
-    if policy.path == "packed" and has_kernels(policy.device) and not is_llama_like(backbone_of(policy.inner)):
+    if kernels and policy.path == "packed" and has_kernels(policy.device):
         from trimtab.rollout.builtin.kernels.modules import fused_modules
 
         modules = fused_modules(policy.inner)
@@ -111,10 +111,12 @@ class ModelRunner:
 
     caches = True
 
-    def __init__(self, policy: Policy, cache: KVCache, fused: "FusedLayers | None" = None):
-        """`fused`: the policy's layers, if they are supported."""
+    def __init__(self, policy: Policy, cache: KVCache, fused: "FusedLayers | None" = None, *, kernels: bool = True):
+        """`fused`: the policy's layers, if they are supported; `kernels`: without these, other kernels take the place
+        of modules."""
         self.policy, self.cache = policy, cache
         self.fused = None if fused is None or fused.failed else fused
+        self.kernels = kernels and self.fused is None
         self.device = policy.device
         self.recurrent = bool(recurrent_modules(policy.inner))
         self.reads_whole = self.recurrent  # a prefill cannot continue from cached tokens
@@ -128,7 +130,7 @@ class ModelRunner:
         if policy.path != "packed":  # it caches nothing
             return KVShape((), next(policy.parameters()).dtype), []
         attention = AttentionProbe(policy.config)
-        with generating(policy, attention):
+        with generating(policy, attention, kernels=False):
             one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
             backbone_of(policy.inner)(input_ids=one, attention_mask=unpadded(one), position_ids=one, use_cache=False)
         shapes = tuple(shape for shape, _ in attention.calls)
@@ -137,7 +139,7 @@ class ModelRunner:
 
     def __enter__(self) -> "ModelRunner":
         self.attention = CachedAttention(self.cache)
-        self._generating = generating(self.policy, self.attention)
+        self._generating = generating(self.policy, self.attention, kernels=self.kernels)
         self._generating.__enter__()
         return self
 
@@ -355,7 +357,7 @@ def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], pa
 @torch.no_grad()
 def passes_self_check(fused: FusedLayers, policy: Policy, shape: KVShape, page: int) -> bool:
     with _streams(fused.backbone) as passes, recorded_routes(fused.backbone) as routes:
-        expected = _few_hidden_states(policy, _memory(shape, page, policy.device), None)
+        expected = _few_hidden_states(policy, _memory(shape, page, policy.device), None, kernels=False)
     followed = CheckedLayers(fused, passes)
     with replayed_routes(routes):
         found = _few_hidden_states(policy, _memory(shape, page, policy.device), followed)
@@ -427,11 +429,13 @@ def _memory(shape: KVShape, page: int, device: torch.device, tokens: int = READ)
     return KVCache(shape, -(-(tokens + 1) // page), page, device)
 
 
-def _few_hidden_states(policy: Policy, cache: KVCache, fused: FusedLayers | None, tokens: int = READ) -> Tensor:
+def _few_hidden_states(
+    policy: Policy, cache: KVCache, fused: FusedLayers | None, tokens: int = READ, *, kernels: bool = True
+) -> Tensor:
     ids = [(7 * i + 3) % policy.head.out_features for i in range(tokens + 1)]
     pages = list(range(1, -(-len(ids) // cache.size) + 1))
     tensor = partial(torch.tensor, device=policy.device)
-    with ModelRunner(policy, cache, fused) as runner:
+    with ModelRunner(policy, cache, fused, kernels=kernels) as runner:
         read = runner.prefill([(ids[:-1], 0, pages)])
         states = DecodeStates.of([s for s in runner.states if s], policy.config) if runner.recurrent else None
         decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([pages]), states=states)
