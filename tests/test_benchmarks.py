@@ -69,6 +69,14 @@ def test_a_script_with_its_peer_runs_small(name, script, capsys):
 
 
 @pytest.mark.long
+def test_the_way_to_the_first_update_is_measured_small(script, capsys):
+    script("first_update").main(["--tiny", "--before", str(FOLDER.parents[1])])
+    rows = rows_of(capsys)
+    assert [row["version"] for row in rows] == ["this", "before"] * 2
+    assert all(row["seconds"] > row["step"] > 0 for row in rows)
+
+
+@pytest.mark.long
 def test_distillation_is_measured_small(script, capsys):
     script("distill").main(["--tiny"])
     rows = rows_of(capsys)
