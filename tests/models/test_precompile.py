@@ -50,7 +50,8 @@ class Compiled:
 @pytest.fixture
 def log(monkeypatch) -> list:
     runtime, jit, kernels = (ModuleType(name) for name in ("triton.runtime", "triton.runtime.jit", "kernels"))
-    runtime.driver, jit.JITFunction, kernels.INTERPRETED = SimpleNamespace(active=SimpleNamespace()), Kernel, False
+    runtime.driver, runtime.build = SimpleNamespace(active=SimpleNamespace()), SimpleNamespace()
+    jit.JITFunction, kernels.INTERPRETED = Kernel, False
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
     monkeypatch.setitem(sys.modules, "triton.runtime.jit", jit)
@@ -138,7 +139,8 @@ def test_training_needs_the_same_kernels_for_rows_of_any_length(monkeypatch):
     assert half == 6 and asked[:half] == asked[half:]
 
 
-def test_threads_load_what_launches_a_kernel_one_after_another(monkeypatch):
+@pytest.mark.parametrize("alone", [True, False], ids=["a function of its own", "part of the launcher"])
+def test_threads_load_what_launches_a_kernel_one_after_another(alone, log):
     loading, together = [], []
 
     def load(source, metadata):
@@ -148,11 +150,11 @@ def test_threads_load_what_launches_a_kernel_one_after_another(monkeypatch):
         loading.remove(threading.get_ident())
         return f"{source} {metadata}"
 
-    runtime = ModuleType("triton.runtime")
-    runtime.driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=load))
-    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
-    monkeypatch.setitem(sys.modules, "triton.runtime", runtime)
+    from triton.runtime import build, driver
+
+    owner, name = (build, "_load_module_from_path") if alone else (driver.active, "launcher_cls")
+    setattr(owner, name, load)
     with one_loads_at_a_time(), ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda number: runtime.driver.active.launcher_cls("kernel", number), range(4)))
+        found = list(threads.map(lambda number: getattr(owner, name)("kernel", number), range(4)))
     assert found == [f"kernel {number}" for number in range(4)] and together == [1] * 4
-    assert runtime.driver.active.launcher_cls is load
+    assert getattr(owner, name) is load

@@ -2,7 +2,7 @@
 
 Triton compiles a kernel when it is first launched, in about half a second, and a model's first step launches thirty
 kinds. So the work is first run without them: each launch is only noted, and what the kernel would have written is 0.
-Then the noted kernels are compiled in threads. Those in Triton's disk cache are only loaded.
+Then the noted kernels and what launches them are compiled in threads. Those in Triton's disk cache are only loaded.
 """
 
 import contextlib
@@ -114,18 +114,21 @@ class _Zeros(TorchDispatchMode):
 @contextlib.contextmanager
 def one_loads_at_a_time() -> Iterator[None]:
     """Lock Triton's loading of launchers inside the context. Each is a Python module, and all have the same name: two
-    threads that load at once may get each other's."""
-    from triton.runtime import driver
+    threads that load at once may get each other's. What they are loaded from is compiled by the C compiler, without the
+    lock where that is a function of its own."""
+    from triton.runtime import build, driver
 
-    active, lock = driver.active, threading.Lock()
-    load = getattr(active, "launcher_cls", None)
-    if load is None:  # other versions of Triton
+    place = (build, "_load_module_from_path") if hasattr(build, "_load_module_from_path") else None
+    if hasattr(driver.active, "launcher_cls"):
+        place = place or (driver.active, "launcher_cls")
+    if place is None:  # other versions of Triton
         yield
         return
+    load, lock = getattr(*place), threading.Lock()
 
     def loaded(*given: Any) -> Any:
         with lock:
             return load(*given)
 
-    with _replaced(active, "launcher_cls", loaded):
+    with _replaced(*place, loaded):
         yield
