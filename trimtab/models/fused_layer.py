@@ -77,8 +77,14 @@ def is_mixture(mlp: nn.Module) -> bool:
         is_softmax_router(router)
         and experts._parameters.keys() | experts._buffers.keys() == EXPERTS
         and experts.gate_up_proj.shape[2] == router.weight.shape[1]
-        and not hasattr(experts.gate_up_proj, "placements")  # split over processes
+        and not _is_split(experts.gate_up_proj)
     )
+
+
+def _is_split(weight: Tensor) -> bool:
+    """By tensor parallelism. What FSDP shards is whole while a layer runs."""
+    mesh = getattr(weight, "device_mesh", None)
+    return mesh is not None and "tensor" in (mesh.mesh_dim_names or ())
 
 
 def _children(module: nn.Module) -> set[str]:
