@@ -118,11 +118,11 @@ class DecodeGraphs:
     def _capture(self, runner: ModelRunner, rows: int) -> DeviceGraph:
         if self.angles is None and runner.fused is not None:
             self.angles = runner.fused.all_angles(self.pages * self.size)
-        if runner.fused is not None:
-            compile_together(lambda: self._step(runner, rows), runner.device)
-        # The warm-up before a capture must write to page 0 only.
+        # What runs before a capture must write to page 0 only.
         self.table.zero_()
         self.step.zero_()
+        if runner.fused is not None:
+            compile_together(lambda: self._step(runner, rows), runner.device)
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
         with contextlib.nullcontext() if self.states is None else self._with_states(runner, rows):
             return captured_graph(lambda: self._step(runner, rows), pool)
