@@ -57,7 +57,7 @@ COVARIANCE = "--cov_ratio 0.1 --clip_cov_range 0.05 5 --init_kl_coef 0.1 --tempe
 LOSSES = [f"kl_cov {COVARIANCE} --entropy_target 9 --entropy_coef_step 0.01", "gmpo", "sapo", f"clip_cov {COVARIANCE}"]
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda words: words.split()[0])
 def test_cutting_packing_and_processes_leave_the_newer_losses_as_they_are(folder, tmp_path, loss):
     """One micro-batch, two, four, packed ones, and two processes."""
