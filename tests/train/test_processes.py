@@ -79,7 +79,7 @@ ALL += [("dpo", 2, CONTEXT), ("rm", 3, CONTEXT), *((job, stage, CONTEXT) for job
 ALL += [("kto", 2, CONTEXT), ("sft", 0, CONTEXT)]
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(3)
 @pytest.mark.parametrize(("job", "stage", "split"), [*dict.fromkeys(FIRST + ALL)])
 def test_two_processes_follow_the_curve_of_one(folder, alone, tmp_path, job, stage, split):
     assert warm.run_world(arguments(folder, tmp_path, job, f"--zero_stage {stage}", split), 2) == [0, 0]

@@ -390,7 +390,7 @@ def test_where_models_must_be_rebuilt_check_ends_and_trains_nothing(job, tmp_pat
     assert "left out: checkpoint, export (out of memory)" in capsys.readouterr().out
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("method", ["twist_model", "two_loras", "repulse", "lora", "base_proposal"])
 def test_checks_of_a_tail_run_try_policy_and_proposal_and_leave_no_trace(tmp_path, monkeypatch, capsys, method):
     task = rl_run.write_task(tmp_path)

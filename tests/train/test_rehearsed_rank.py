@@ -51,6 +51,7 @@ def test_zero_3_gathers_weights_twice_a_pass_and_scatters_gradients_once_a_step(
     assert not (folder / "out").exists()
 
 
+@pytest.mark.short(8)
 @pytest.mark.parametrize(
     "verb, words",
     [
@@ -214,6 +215,7 @@ def test_slots_of_the_engine_are_shared_by_all_processes_of_a_row(capsys, monkey
     assert slots == [8 * 2 // 4] * 2 + [8 * 2 // 2] * 2  # the plan's and the rehearsal's
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("words", ["--ds_tensor_parallel_size 2", "--zero_stage 3 --shard_size 2"])
 def test_one_process_may_play_one_rank_after_another(words, folder, capsys):
     for rank in (0, 3, 1):

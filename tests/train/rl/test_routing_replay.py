@@ -57,6 +57,7 @@ def replayed(recording, out, *words):
     return rows(out), weights(out)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("how", ["", "--gradient_checkpointing", "--use_dynamic_batch --train_max_tokens_per_gpu 64"])
 def test_the_experts_that_the_model_chose_itself_change_no_bit_of_a_step(recording, tmp_path, how):
     routed = add_routes(recording, tmp_path / "routed", turned=0)

@@ -332,6 +332,7 @@ def words_of(taught, out, *more, rewarded=False):
                                           "--eval_n_samples_per_prompt", "--label_key")  # fmt: skip
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_teacher_alone_draws_the_policy_towards_itself(taught, tmp_path, kind):
     words = f"--teacher_model {{0}}/teacher --teacher_divergence {kind} --num_episodes 3 {ALONE}"
