@@ -66,7 +66,7 @@ def captured(monkeypatch):
 MEMORY = {"plenty": {}, "rows are reused": {"max_num_seqs": 3}, "preempted": {"max_num_seqs": 5, "kv_tokens": 40}}
 
 
-@pytest.mark.parametrize("memory", [pytest.param("plenty", marks=pytest.mark.long), "rows are reused", "preempted"])
+@pytest.mark.parametrize("memory", [pytest.param(m, marks=[pytest.mark.long] * (m == "plenty")) for m in MEMORY])
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_captured_steps_sample_what_eager_ones_do(family, memory, captured):
     policy, asked, limits = policy_of(family), prompts((5, 17, 9)), [20, 3, 13]
