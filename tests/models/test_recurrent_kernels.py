@@ -143,7 +143,7 @@ def test_a_model_samples_the_same_with_kernels(family, monkeypatch):
     settings = SamplingParams(max_new_tokens=6, n=2, seed=4)
     expected = BuiltinEngine(policy, eager=True).generate(asked, settings)
     step_forward.cache_clear()
-    recurrent_kernels._known_steps.clear()
+    recurrent_kernels._known.clear()
     monkeypatch.setattr(recurrent, "has_kernels", lambda device: True)
     found = BuiltinEngine(policy, eager=True).generate(asked, settings)
     assert [answer.ids for answer in found] == [answer.ids for answer in expected]
@@ -153,8 +153,8 @@ def test_a_model_samples_the_same_with_kernels(family, monkeypatch):
     steps = [f for own in forwards for f in step_forward(own).__globals__.values() if isinstance(f, StepFunction)]
     assert all(step._agree and all(step._agree.values()) for step in steps)
     assert steps, family
-    whole = {kind.__name__ for (kind, *_), same in recurrent_kernels._known_steps.items() if same}
-    assert not family.startswith("qwen3_5") or any(name.startswith("Qwen3_5") for name in whole)
+    whole = {fresh for (kind, *_, fresh), same in recurrent_kernels._known.items() if same}
+    assert whole == ({True, False} if family.startswith("qwen3_5") else set())
 
 
 @torch.no_grad()
@@ -169,11 +169,45 @@ def test_a_module_that_does_something_else_keeps_its_forward():
             return 2 * super().forward(*given, **named)
 
     before = [tensor.clone() for tensor in state_cache.tensors_of(cache.layers)]
-    assert recurrent_kernels._same_step(module, hidden, cache)
+    assert recurrent_kernels._is_same(module, hidden, cache)
     module.__class__ = Doubled
-    assert not recurrent_kernels._same_step(module, hidden, cache)
-    assert recurrent_kernels.whole_step(torch.nn.Linear(2, 2), hidden, cache) is None
+    assert not recurrent_kernels._is_same(module, hidden, cache)
+    assert recurrent_kernels.delta_net_output(torch.nn.Linear(2, 2), hidden, cache) is None
     assert all(map(torch.equal, before, state_cache.tensors_of(cache.layers)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 2, 5, 70])
+def test_whole_sequences_leave_the_states_of_the_module(length):
+    """Shorter than the convolution, in one of its own chunks, in several; then another token."""
+    model = tiny_model("qwen3_5_text").to(DEVICE, DTYPE)
+    module = recurrent.recurrent_modules(model)[0]
+    hidden, later = (random(S, count, module.in_proj_z.in_features) for count in (length, 1))
+    results = []
+    for forward in (lambda x, cache: module(x, cache_params=cache), lambda x, cache: run(module, x, cache)):
+        cache = state_cache.empty_cache(model.config)
+        outs = [forward(x, cache) for x in (hidden, later)]
+        results.append([*outs, *state_cache.tensors_of([cache.layers[module.layer_idx]])])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def run(module: torch.nn.Module, hidden: torch.Tensor, cache: object) -> torch.Tensor:
+    out = recurrent_kernels.delta_net_output(module, hidden, cache)
+    assert out is not None
+    return out
+
+
+@torch.no_grad()
+def test_long_prompts_are_read_in_chunks(monkeypatch):
+    monkeypatch.setattr(recurrent_kernels, "LONGEST", 7)
+    model = tiny_model("qwen3_5_text").to(DEVICE, DTYPE)
+    module = recurrent.recurrent_modules(model)[0]
+    hidden = random(1, 8, module.in_proj_z.in_features)
+    for length in (7, 8):
+        cache = state_cache.empty_cache(model.config)
+        out = recurrent_kernels.delta_net_output(module, hidden[:, :length], cache)
+        assert (out is None) == (length == 8)
 
 
 def test_a_forward_without_such_functions_stays():

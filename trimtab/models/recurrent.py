@@ -4,8 +4,8 @@ transformers' modules of this kind take a cache with the states of a batch, and 
 packed rows, so here each sequence is a row of a block of similar lengths, padded on the right: what comes later changes
 nothing before it. In the engine a sequence keeps its state between passes (rollout/builtin/state_cache.py).
 
-A module is recognised by its code: its forward updates a convolution's or a recurrent state. Its steps of one token
-run on kernels where the device has them (recurrent_kernels.py).
+A module is recognised by its code: its forward updates a convolution's or a recurrent state. In the engine its steps of
+one token, and whole prompts of Gated DeltaNet, run on kernels where the device has them (recurrent_kernels.py).
 """
 
 import inspect
@@ -59,12 +59,12 @@ class RecurrentForward:
 
         def run(hidden_SLD: Tensor, cache: Any) -> Tensor:
             forward = type(module).forward
-            if cache is not None and hidden_SLD.shape[1] == 1 and has_kernels(hidden_SLD.device):
-                from trimtab.models.recurrent_kernels import step_forward, whole_step
+            if cache is not None and has_kernels(hidden_SLD.device):
+                from trimtab.models.recurrent_kernels import delta_net_output, step_forward
 
-                if (out := whole_step(module, hidden_SLD, cache)) is not None:
+                if (out := delta_net_output(module, hidden_SLD, cache)) is not None:
                     return out
-                forward = step_forward(forward)
+                forward = step_forward(forward) if hidden_SLD.shape[1] == 1 else forward
             out = forward(module, hidden_SLD, **others | {self._cache: cache})
             return out[0] if isinstance(out, tuple) else out
 

@@ -1,4 +1,4 @@
-"""Decode steps of recurrent layers: each state is read and written once, in place.
+"""Recurrent layers without gradients. Decode steps: each state is read and written once, in place.
 
 transformers has a function for each of these steps: the gated delta rule, also with a decay for every key (KDA),
 Mamba-2, and the short convolution before them. Where no other package is installed, they are chains of operations; that
@@ -28,6 +28,8 @@ from trimtab.models.pretrained import first_line
 logger = logging.getLogger(__name__)
 
 MOST_TOGETHER = 64  # columns of a state in one program
+NARROW, WARPS = 8, 1  # the same, and its warps, if it runs over whole sequences (tuned on an H200)
+LONGEST = 4096  # tokens of such a sequence; longer ones are faster in chunks
 
 
 class Inapplicable(Exception):
@@ -42,37 +44,55 @@ def _softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _delta_rule(
-    query, key, value, decay, beta, rate, bias, state, out, scale, heads, group,
-    query_row, query_head, query_column, key_row, key_head, key_column, value_row, value_head, value_column,
-    decay_row, decay_head, decay_column, beta_row, beta_head,
+    query, key, value, decay, beta, rate, bias, state, out, scale, heads, group, length,
+    query_row, query_token, query_head, query_column, key_row, key_token, key_head, key_column,
+    value_row, value_token, value_head, value_column, decay_row, decay_token, decay_head, decay_column,
+    beta_row, beta_token, beta_head,
     K: tl.constexpr, V: tl.constexpr, K_ROUNDED: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
-    GATES: tl.constexpr,
+    BY_KEY: tl.constexpr, GATES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     row, head = pair // heads, pair % heads
     k, v = tl.arange(0, K_ROUNDED), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    q_K = tl.load(query + row * query_row + head // group * query_head + k * query_column, k < K, 0.0).to(tl.float32)
-    k_K = tl.load(key + row * key_row + head // group * key_head + k * key_column, k < K, 0.0).to(tl.float32)
-    v_V = tl.load(value + row * value_row + head * value_head + v * value_column, v < V, 0.0).to(tl.float32)
-    decay_K = tl.load(decay + row * decay_row + head * decay_head + k * decay_column, k < K, 0.0).to(tl.float32)
-    beta_1 = tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
-    if GATES:  # both are what the projections gave
-        decay_K = _softplus(decay_K + tl.load(bias + head).to(tl.float32))
-        decay_K *= -tl.exp(tl.load(rate + head).to(tl.float32))
-        beta_1 = tl.sigmoid(beta_1).to(beta.dtype.element_ty).to(tl.float32)
-    decay_K = tl.exp(decay_K)
-    if NORM:
-        q_K *= tl.rsqrt(tl.sum(q_K * q_K) + 1e-6)
-        k_K *= tl.rsqrt(tl.sum(k_K * k_K) + 1e-6)
+    query += row * query_row + head // group * query_head
+    key += row * key_row + head // group * key_head
+    value += row * value_row + head * value_head
+    decay += row * decay_row + head * decay_head
+    beta += row * beta_row + head * beta_head
+    out += (row * length * heads + head) * V
     kept = (k < K)[:, None] & (v < V)[None, :]
     own = state + pair * K * V + k[:, None] * V + v[None, :]
-    state_KV = tl.load(own, kept, 0.0).to(tl.float32) * decay_K[:, None]
-    change_V = (v_V - tl.sum(state_KV * k_K[:, None], 0)) * beta_1
-    state_KV += k_K[:, None] * change_V[None, :]
+    # WHOLE: sequences from their first token
+    state_KV = tl.zeros([K_ROUNDED, BLOCK], tl.float32) if WHOLE else tl.load(own, kept, 0.0).to(tl.float32)
+    for _ in range(length if WHOLE else 1):
+        q_K = tl.load(query + k * query_column, k < K, 0.0).to(tl.float32)
+        k_K = tl.load(key + k * key_column, k < K, 0.0).to(tl.float32)
+        v_V = tl.load(value + v * value_column, v < V, 0.0).to(tl.float32)
+        beta_1 = tl.load(beta).to(tl.float32)
+        if BY_KEY:
+            state_KV *= tl.exp(tl.load(decay + k * decay_column, k < K, 0.0).to(tl.float32))[:, None]
+        else:
+            decay_1 = tl.load(decay).to(tl.float32)
+            if GATES:  # this and beta are what the projections gave
+                decay_1 = _softplus(decay_1 + tl.load(bias + head).to(tl.float32))
+                decay_1 *= -tl.exp(tl.load(rate + head).to(tl.float32))
+                beta_1 = tl.sigmoid(beta_1).to(beta.dtype.element_ty).to(tl.float32)
+            state_KV *= tl.exp(decay_1)
+        if NORM:
+            q_K *= tl.rsqrt(tl.sum(q_K * q_K) + 1e-6)
+            k_K *= tl.rsqrt(tl.sum(k_K * k_K) + 1e-6)
+        change_V = (v_V - tl.sum(state_KV * k_K[:, None], 0)) * beta_1
+        state_KV += k_K[:, None] * change_V[None, :]
+        tl.store(out + v, tl.sum(state_KV * (q_K * scale)[:, None], 0), v < V)
+        query += query_token
+        key += key_token
+        value += value_token
+        decay += decay_token
+        beta += beta_token
+        out += heads * V
     tl.store(own, state_KV, kept)
-    tl.store(out + pair * V + v, tl.sum(state_KV * (q_K * scale)[:, None], 0), v < V)
 
 
 def delta_rule_step(
@@ -95,20 +115,21 @@ def delta_rule_step(
 
 def _updated(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, norm: bool,
-    gates: tuple[Tensor, Tensor] | None = None,
+    gates: tuple[Tensor, Tensor] | None = None, *, whole: bool = False,
 ) -> Tensor:  # fmt: skip
     """Queries and keys may have fewer heads. `gates`, A_log and dt_bias of each head: `decay` and `beta` are inputs of
-    softplus and sigmoid."""
-    (rows, _, heads, wide), width = value.shape, key.shape[3]
+    softplus and sigmoid. `whole`: all tokens of sequences, and `state` is only written."""
+    (rows, length, heads, wide), width = value.shape, key.shape[3]
     if state is None or state.shape != (rows, heads, width, wide) or not state.is_contiguous() or heads % key.shape[2]:
         raise Inapplicable
-    out, block = torch.empty_like(value, memory_format=torch.contiguous_format), _block(wide)
+    out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    block = NARROW if whole else _block(wide)
     _delta_rule[rows * heads, triton.cdiv(wide, block)](
         query, key, value, decay, beta, *(gates or (decay, beta)), state, out, width**-0.5, heads,
-        heads // key.shape[2], *(x.stride(i) for x in (query, key, value) for i in (0, 2, 3)),
-        decay.stride(0), decay.stride(2), decay.stride(3) if decay.dim() == 4 else 0, beta.stride(0), beta.stride(2),
-        K=width, V=wide, K_ROUNDED=triton.next_power_of_2(width), BLOCK=block, NORM=norm, GATES=gates is not None,
-        num_warps=4,
+        heads // key.shape[2], length, *query.stride(), *key.stride(), *value.stride(), *decay.stride()[:3],
+        decay.stride(3) if decay.dim() == 4 else 0, *beta.stride()[:3],
+        K=width, V=wide, K_ROUNDED=triton.next_power_of_2(width), BLOCK=block, NORM=norm, BY_KEY=decay.dim() == 4,
+        GATES=gates is not None, WHOLE=whole, num_warps=WARPS if whole else 4,
     )  # fmt: skip
     return out
 
@@ -240,6 +261,44 @@ def convolution_step(
     return out
 
 
+@triton.jit(do_not_specialize=["length"])
+def _convolve_rows(
+    hidden, weight, bias, out, length, channels, hidden_row, hidden_token, hidden_channel,
+    weight_channel, weight_column,
+    TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, token = tl.program_id(0).to(tl.int64), tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    live = (token < length)[:, None] & (channel < channels)[None, :]
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for tap in tl.static_range(TAPS):
+        place = token + (tap - (TAPS - 1))
+        own = hidden + row * hidden_row + place[:, None] * hidden_token + (channel * hidden_channel)[None, :]
+        x = tl.load(own, live & (place >= 0)[:, None], 0.0).to(tl.float32)
+        used = tl.load(weight + channel * weight_channel + tap * weight_column, channel < channels, 0.0)
+        total += x * used.to(tl.float32)[None, :]
+    if BIAS:
+        total += tl.load(bias + channel, channel < channels, 0.0).to(tl.float32)[None, :]
+    total = total.to(out.dtype.element_ty).to(tl.float32)
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    tl.store(out + (row * length + token)[:, None] * channels + channel[None, :], total, live)
+
+
+def convolved_rows(hidden_SLC: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """Whole sequences from their first token; weight [C, taps]."""
+    if activation not in (None, "silu", "swish") or hidden_SLC.dtype != weight.dtype:
+        raise Inapplicable
+    (rows, length, channels), tokens, block = hidden_SLC.shape, 16, 128
+    out = torch.empty_like(hidden_SLC, memory_format=torch.contiguous_format)
+    _convolve_rows[rows, triton.cdiv(length, tokens), triton.cdiv(channels, block)](
+        hidden_SLC, weight, weight if bias is None else bias, out, length, channels, *hidden_SLC.stride(),
+        *weight.stride(), TAPS=weight.shape[1], BIAS=bias is not None, SILU=activation is not None, TOKENS=tokens,
+        BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
 def _block(width: int) -> int:
     return min(MOST_TOGETHER, triton.next_power_of_2(width))
 
@@ -249,50 +308,71 @@ def _block(width: int) -> int:
 PARTS = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d", "norm", "out_proj"}
 
 
-def delta_net_step(module: nn.Module, hidden_SLD: Tensor, cache: Any) -> Tensor:
-    """Its forward for one token of each sequence, without a dozen small operations on its gates and heads."""
-    layer, rows, heads = cache.layers[module.layer_idx], len(hidden_SLD), (module.num_k_heads, module.num_v_heads)
-    mixed = convolution_step(
-        module.in_proj_qkv(hidden_SLD).transpose(1, 2), layer.conv_states[0], module.conv1d.weight.squeeze(1),
-        module.conv1d.bias, module.activation,
-    )  # fmt: skip
-    query, key, value = mixed.view(rows, 1, -1).split([module.key_dim, module.key_dim, module.value_dim], -1)
-    query, key = (x.unflatten(2, (heads[0], -1)) for x in (query, key))
+def delta_net(module: nn.Module, hidden_SLD: Tensor, cache: Any) -> Tensor:
+    """Its forward for one more token of each sequence, or for whole sequences if the cache has no states: without a
+    dozen small operations on its gates and heads, and without chunks."""
+    rows, length, _ = hidden_SLD.shape
+    mixed, weight, whole = module.in_proj_qkv(hidden_SLD), module.conv1d.weight.squeeze(1), _is_fresh(module, cache)
+    if whole:
+        cache.update_conv_state(mixed.transpose(1, 2), module.layer_idx, conv_kernel_size=module.conv_kernel_size)
+        mixed = convolved_rows(mixed, weight, module.conv1d.bias, module.activation)
+        shape = rows, module.num_v_heads, module.head_k_dim, module.head_v_dim
+        state = hidden_SLD.new_empty(shape, dtype=torch.float32)
+    else:
+        layer = cache.layers[module.layer_idx]
+        state, given = layer.recurrent_states[0], (layer.conv_states[0], weight, module.conv1d.bias, module.activation)
+        mixed = convolution_step(mixed.transpose(1, 2), *given).view(rows, 1, -1)
+    query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], -1)
+    query, key = (x.unflatten(2, (module.num_k_heads, -1)) for x in (query, key))
     mixed = _updated(
-        query, key, value.unflatten(2, (heads[1], -1)), module.in_proj_a(hidden_SLD), module.in_proj_b(hidden_SLD),
-        layer.recurrent_states[0], True, (module.A_log, module.dt_bias),
+        query, key, value.unflatten(2, (module.num_v_heads, -1)), module.in_proj_a(hidden_SLD),
+        module.in_proj_b(hidden_SLD), state, True, (module.A_log, module.dt_bias), whole=whole,
     )  # fmt: skip
+    if whole:
+        cache.update_recurrent_state(state, module.layer_idx)
     gate = module.in_proj_z(hidden_SLD).view(-1, mixed.shape[-1])
-    return module.out_proj(module.norm(mixed.view_as(gate), gate).view(rows, 1, -1))
+    return module.out_proj(module.norm(mixed.view_as(gate), gate).view(rows, length, -1))
 
 
-def whole_step(module: nn.Module, hidden_SLD: Tensor, cache: Any) -> Tensor | None:
-    """The output, if the module is of that kind and has states, and its own forward gives the same; otherwise None."""
+def _is_fresh(module: nn.Module, cache: Any) -> bool:
+    """Whether the cache has no states of it yet."""
+    return not cache.layers[module.layer_idx].has_previous_state[0]
+
+
+def delta_net_output(module: nn.Module, hidden_SLD: Tensor, cache: Any) -> Tensor | None:
+    """The output, if the module is of that kind, and its own forward gives the same; otherwise None."""
     if not module._modules.keys() >= PARTS or not hasattr(module, "dt_bias"):
         return None
-    layer = cache.layers[module.layer_idx]
-    if any(getattr(layer, name, {}).get(0) is None for name in ("conv_states", "recurrent_states")):
+    layer, length = cache.layers[module.layer_idx], hidden_SLD.shape[1]
+    if not isinstance(getattr(layer, "has_previous_state", None), dict) or getattr(layer, "record_past", False):
         return None
-    asked = type(module), module.value_dim, module.key_dim, hidden_SLD.shape[1:], hidden_SLD.dtype, hidden_SLD.device
-    if asked not in _known_steps:
-        _known_steps[asked] = _same_step(module, hidden_SLD, cache)
-    return delta_net_step(module, hidden_SLD, cache) if _known_steps[asked] else None
+    if length > (LONGEST if (fresh := _is_fresh(module, cache)) else 1):
+        return None
+    asked = type(module), module.value_dim, module.key_dim, hidden_SLD.shape[2], hidden_SLD.dtype, hidden_SLD.device
+    if (*asked, fresh) not in _known:
+        _known[*asked, fresh] = _is_same(module, hidden_SLD, cache)
+    return delta_net(module, hidden_SLD, cache) if _known[*asked, fresh] else None
 
 
-_known_steps: dict[tuple, bool] = {}
+_known: dict[tuple, bool] = {}
 
 
-def _same_step(module: nn.Module, hidden_SLD: Tensor, cache: Any) -> bool:
-    """Whether both make the same output and states of random ones."""
+def _is_same(module: nn.Module, hidden_SLD: Tensor, cache: Any) -> bool:
+    """Whether both make the same output and states of random ones, or from none."""
     random = torch.Generator(hidden_SLD.device).manual_seed(0)
     layer, results = cache.layers[module.layer_idx], list[tuple[Tensor, ...]]()
-    states = [torch.empty_like(own[0]).normal_(generator=random) for own in (layer.conv_states, layer.recurrent_states)]
     given = torch.empty_like(hidden_SLD).normal_(generator=random)
+    kinds = layer.conv_states[0], layer.recurrent_states[0]
+    states = [None if own is None else torch.empty_like(own).normal_(generator=random) for own in kinds]
     forward = step_forward(type(module).forward)
     try:
-        for run in (lambda other: forward(module, given, cache_params=other), partial(delta_net_step, module, given)):
+        for run in (lambda other: forward(module, given, cache_params=other), partial(delta_net, module, given)):
             fresh, other = copy.copy(layer), copy.copy(cache)
-            fresh.conv_states, fresh.recurrent_states = ({0: own.clone()} for own in states)
+            for name, value in vars(layer).items():  # what is kept for each number of a state
+                if isinstance(value, dict):
+                    setattr(fresh, name, dict(value))
+            for own, state in zip((fresh.conv_states, fresh.recurrent_states), states):
+                own[0] = None if state is None else state.clone()
             other.layers = [*cache.layers]
             other.layers[module.layer_idx] = fresh
             results.append((run(other), fresh.conv_states[0], fresh.recurrent_states[0]))

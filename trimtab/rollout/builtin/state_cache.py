@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,12 +143,19 @@ class StateTable:
         before = {owner: row for row, owner in enumerate(self._owners)}
         fresh = [row for row, owner in enumerate(owners) if owner.states is not None]
         moved = [row for row, owner in enumerate(owners) if owner.states is None and before[owner] != row]
-        new = [tensors_of(owners[row].states[index] for index in self._layers) for row in fresh]
-        for number, tensor in enumerate(tensors_of(self._layers.values())):
-            if moved:
-                tensor[moved] = tensor[[before[owners[row]] for row in moved]]
-            if fresh:
-                tensor[fresh] = torch.cat([states[number] for states in new])
+        tensors = tensors_of(self._layers.values())
+        index = partial(torch.tensor, dtype=torch.int64, device=tensors[0].device)
+        if moved:
+            to, source = index(moved), index([before[owners[row]] for row in moved])
+            for tensor in tensors:
+                tensor.index_copy_(0, to, tensor.index_select(0, source))
+        if fresh:
+            given = {id(owners[row].states): owners[row].states for row in fresh}  # answers share those of their prompt
+            new = [tensors_of(states[number] for number in self._layers) for states in given.values()]
+            place = {key: number for number, key in enumerate(given)}
+            to, source = index(fresh), index([place[id(owners[row].states)] for row in fresh])
+            for number, tensor in enumerate(tensors):
+                tensor.index_copy_(0, to, torch.cat([states[number] for states in new]).index_select(0, source))
         for owner in owners:
             owner.states = None
         self._owners = list(owners)
