@@ -42,7 +42,7 @@ def test_a_kernel_does_what_the_module_does(name, shape):
     given[0] = given[0].transpose(0, 1)  # rows in another order
     given[1:] = [gate.transpose(0, 1) for gate in given[1:]]
     expected = norm[0](*given)
-    with fused_modules(norm):
+    with fused_modules(norm.modules()):
         found = norm[0](*given)
     assert next(iter(modules._kinds.values())) in CLASSES[name] and "forward" not in vars(norm[0])
     torch.testing.assert_close(found, expected, **CLOSE)
@@ -64,7 +64,7 @@ def test_kernels_do_what_stacked_experts_do(family, known, tokens):
     weights, chosen = torch.rand(tokens, count, generator=random).to(DEVICE).topk(2)
     with torch.no_grad():
         expected = module(states, chosen, weights)
-        with fused_modules(module):
+        with fused_modules(module.modules()):
             found = module(states, chosen, weights)
     assert [*modules._known.values()] == [True] * known
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -85,7 +85,7 @@ def test_kernels_do_what_a_gated_mlp_does(family, known, shape):
     states = torch.randn(*shape, module.gate_proj.in_features, generator=random).to(DEVICE, DTYPE)
     with torch.no_grad():
         expected = module(states)
-        with fused_modules(module):
+        with fused_modules(module.modules()):
             found = module(states)
     assert [*modules._known.values()] == known and "forward" not in vars(module)
     torch.testing.assert_close(found, expected, **CLOSE)
@@ -108,7 +108,7 @@ def test_what_is_no_such_mlp_stays():
     states = torch.randn(4, module.gate_proj.in_features).to(DEVICE, DTYPE)
     with torch.no_grad():
         expected = module(states)
-        with fused_modules(module):
+        with fused_modules(module.modules()):
             assert torch.equal(module(states), expected)
     assert [*modules._known.values()] == [False]
 
@@ -127,7 +127,7 @@ def test_what_is_no_such_norm_stays():
     modules._kinds.clear()
     model, x = nn.Sequential(HalfRMSNorm(), nn.LayerNorm(8).to(DEVICE, DTYPE)), torch.randn(2, 8).to(DEVICE, DTYPE)
     expected = model(x)
-    with fused_modules(model):
+    with fused_modules(model.modules()):
         assert torch.equal(model(x), expected) and "forward" not in vars(model[1])
     assert [*modules._kinds.values()] == [None]
 

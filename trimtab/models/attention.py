@@ -19,7 +19,7 @@ again in the backward pass, which has its own threads. A model keeps its row unt
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,7 +34,7 @@ from trimtab.data.batches import Span, sent
 from trimtab.distributed.device import kind_of
 
 if TYPE_CHECKING:
-    from trimtab.models.compile import Comparison
+    from trimtab.models.compile import Comparison, FirstLayer
 
 NAME = "trimtab_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -144,12 +144,13 @@ class PackedPass:
     compiled: bool = False  # layers run compiled or fused (models/compile.py)
     fused: bool = False  # they are fused
     failure: str = ""  # why a compiled layer failed
-    comparison: "Comparison | None" = None  # while compiled layers are compared with eager ones
+    comparison: "Comparison | FirstLayer | None" = None  # while compiled layers are compared with eager ones
     routes_TLK: Tensor | None = None  # experts of a mixture's layers in this pass (routing.py); None: their own choices
 
     def begin(self, model: nn.Module, row: AttentionContext | None, routes_TLK: Tensor | None = None) -> None:
         """Start a forward pass of the model on this row; None: on padded rows, with the model's own attention."""
-        carry(model, self)
+        if carried(model) is not self:
+            carry(model.modules(), self)
         self.row, self.calls, self.routes_TLK = row, 0, routes_TLK
 
     @contextmanager
@@ -185,11 +186,10 @@ class PackedPass:
 _CARRIED = "_trimtab_pass"
 
 
-def carry(model: nn.Module, current: object) -> None:
-    """Attach the current pass to all modules of the model."""
-    if vars(model).get(_CARRIED) is not current:
-        for module in model.modules():
-            vars(module)[_CARRIED] = current  # not by setattr, which nn.Module overrides
+def carry(modules: Iterable[nn.Module], current: object) -> None:
+    """Attach the current pass to modules."""
+    for module in modules:
+        vars(module)[_CARRIED] = current  # not by setattr, which nn.Module overrides
 
 
 def carried(module: nn.Module) -> Any:

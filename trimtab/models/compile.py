@@ -149,13 +149,21 @@ def unfuse_layers(root: PackedModel) -> None:
 
 
 def _fused_problem(root: PackedModel) -> str:
+    learns = any(weight.requires_grad for weight in root.parameters())
+    ways = [Comparison(learns) for learns in ([True, False] if learns else [False])]
     with preserve_rng_state(), scoring(root):
-        for learns in {any(weight.requires_grad for weight in root.parameters()), False}:
-            comparison = root.attention.comparison = Comparison(learns, kernels=True)
+        batch = probe_batch(root.config, root.device, FIRST)
+
+        def check(comparison: "Comparison | FirstLayer") -> None:
+            root.attention.comparison = comparison
             try:
-                root.check_values(probe_batch(root.config, root.device, FIRST))
+                root.check_values(batch)
             finally:
                 root.attention.comparison = None
+
+        compile_together(lambda: check(FirstLayer(ways)), root.device)
+        for comparison in ways:
+            check(comparison)
             if comparison.problem:
                 return comparison.problem
     return ""
@@ -318,29 +326,24 @@ class Comparison:
     """Compares all compiled layers with eager ones, during one forward pass of the model without gradients."""
 
     learns: bool
-    kernels: bool = False  # the layers are Triton kernels, to be compiled at the first layer
     problem: str = ""  # of the first layer with one
 
     def of(self, layer: nn.Module, plain: Forward, compiled: Forward, arguments: Sequence[Any], named: Any) -> Any:
         """Compare a layer, and return the eager result."""
         hidden_TD, *others = arguments
         if not self.problem:
-            slope_TD = torch.arange(hidden_TD.numel(), device=hidden_TD.device).mul(0.7).sin().view_as(hidden_TD)
-            slope_TD = slope_TD.to(hidden_TD.dtype)  # an arbitrary gradient
-            given = hidden_TD, slope_TD, others, named
-            if self.kernels:
-                compile_together(lambda: self._run(layer, compiled, *given), hidden_TD.device)
-                self.kernels = False
+            slope_TD = arbitrary_gradient(hidden_TD)
             with recorded_routes(layer) as routes:
-                theirs = self._run(layer, plain, *given)
+                theirs = self.run(layer, plain, slope_TD, arguments, named)
             with replayed_routes(routes):
-                ours = self._run(layer, compiled, *given)
+                ours = self.run(layer, compiled, slope_TD, arguments, named)
             self.problem = _difference(ours, theirs, hidden_TD, slope_TD)
         return plain(hidden_TD, *others, **named)
 
-    def _run(
-        self, layer: nn.Module, call: Forward, hidden_TD: Tensor, slope_TD: Tensor, others: list[Any], named: Any
+    def run(
+        self, layer: nn.Module, call: Forward, slope_TD: Tensor, arguments: Sequence[Any], named: Any
     ) -> "LayerResult":
+        hidden_TD, *others = arguments
         with torch.set_grad_enabled(self.learns):
             start = hidden_TD.detach().requires_grad_(self.learns)
             out = call(start, *others, **named)
@@ -350,6 +353,25 @@ class Comparison:
             weights = [weight for weight in layer.parameters() if weight.requires_grad]
             back, *found = torch.autograd.grad(out, [start, *weights], slope_TD, allow_unused=True)
         return out.detach(), back, [local(gradient) for gradient in found if gradient is not None]
+
+
+@dataclass
+class FirstLayer:
+    """In the place of a comparison, for a pass whose launches are only noted: the first layer is run in every way, the
+    others, which need the same kernels, not at all."""
+
+    ways: list[Comparison]
+
+    def of(self, layer: nn.Module, plain: Forward, compiled: Forward, arguments: Sequence[Any], named: Any) -> Any:
+        for way in self.ways:
+            way.run(layer, compiled, arbitrary_gradient(arguments[0]), arguments, named)
+        self.ways = []
+        return arguments[0]
+
+
+def arbitrary_gradient(hidden_TD: Tensor) -> Tensor:
+    slope_TD = torch.arange(hidden_TD.numel(), device=hidden_TD.device).mul(0.7).sin().view_as(hidden_TD)
+    return slope_TD.to(hidden_TD.dtype)
 
 
 LayerResult = tuple[Tensor, Tensor | None, list[Tensor]]

@@ -116,16 +116,23 @@ class DecodeGraphs:
         return longest <= self.pages * self.size
 
     def _capture(self, runner: ModelRunner, rows: int) -> DeviceGraph:
-        if self.angles is None and runner.fused is not None:
-            self.angles = runner.fused.all_angles(self.pages * self.size)
-        # What runs before a capture must write to page 0 only.
-        self.table.zero_()
-        self.step.zero_()
         if runner.fused is not None:
-            compile_together(lambda: self._step(runner, rows), runner.device)
+            compile_together(lambda: self.step_on_page_0(runner, rows), runner.device)
+        self._begin(runner)
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
         with contextlib.nullcontext() if self.states is None else self._with_states(runner, rows):
             return captured_graph(lambda: self._step(runner, rows), pool)
+
+    def _begin(self, runner: ModelRunner) -> None:
+        """What runs before a capture must write to page 0 only."""
+        if self.angles is None and runner.fused is not None:
+            self.angles = runner.fused.all_angles(self.pages * self.size)
+        self.table.zero_()
+        self.step.zero_()
+
+    def step_on_page_0(self, runner: ModelRunner, rows: int) -> None:
+        self._begin(runner)
+        self._step(runner, rows)
 
     @contextlib.contextmanager
     def _with_states(self, runner: ModelRunner, rows: int) -> Iterator[None]:

@@ -26,7 +26,7 @@ from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.models.recurrent import recurrent_modules
 from trimtab.models.rotary import generated_context
-from trimtab.rollout.builtin.cuda_graphs import CaptureFailed, DecodeGraphs, GraphCache
+from trimtab.rollout.builtin.cuda_graphs import CaptureFailed, DecodeGraphs, GraphCache, padded_rows
 from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCache, KVCacheManager
 from trimtab.rollout.builtin.linear import Int8Layers
 from trimtab.rollout.builtin.model_runner import (
@@ -386,6 +386,7 @@ class BuiltinSession(TokenSession):
 
 
 MAX_NUM_BATCHED_TOKENS = 8192  # prompt tokens of one prefill pass
+FEW = 4  # sequences of the checks before training
 
 
 def why_slow(policy: Policy) -> str:
@@ -426,19 +427,19 @@ class BuiltinEngine(Engine):
         self.policy, self.tokenizer, self.max_num_seqs = policy, tokenizer, max_num_seqs
         self.max_num_batched_tokens, self.prefix_caching = max_num_batched_tokens, prefix_caching
         self.tensor = tensor or Peers()
-        cut = self.tensor.size > 1
+        cut, self.recomputes = self.tensor.size > 1, policy.path != "packed"
+        # With tensor parallelism every layer has collectives, which are not captured in graphs.
+        graphs = not (eager or cut or self.recomputes)
         with policy.at_work():
             shape, arguments = ModelRunner.measure(policy)
             # Fused layers read whole weights; with tensor parallelism the modules reduce their partial sums.
-            self.fused = None if cut else build_fused_layers(policy, shape, arguments, page_size)
+            steps = self._first_steps if graphs else None
+            self.fused = None if cut else build_fused_layers(policy, shape, arguments, page_size, steps)
         self.memory = KVCacheManager(shape, page_size, kv_tokens, self.tensor)
-        self.recomputes = policy.path != "packed"
         self.recurrent = not self.recomputes and bool(recurrent_modules(policy.inner))
         if self.recurrent:
             with policy.at_work():
                 check_decode(policy, shape, page_size)
-        # With tensor parallelism every layer has collectives, which are not captured in graphs.
-        graphs = not (eager or cut or self.recomputes)
         self.captured = GraphCache(policy, max_num_seqs, possible=graphs, recurrent=self.recurrent)
         same_kernels = self.fused is not None and policy.attention.fused
         self.exact = (shape.dtype == torch.float32 or same_kernels) and not weight_only_int8
@@ -449,6 +450,18 @@ class BuiltinEngine(Engine):
         """Prefilled tokens so far: of prompts, as far as they were not cached, and of preempted sequences."""
         self._int8 = Int8Layers(policy) if weight_only_int8 else None
         self._cached_weights: tuple | None = None  # fingerprint of the weights behind the prefix cache
+
+    @torch.no_grad()
+    def _first_steps(self, runner: ModelRunner) -> None:
+        """A decode step of few and of most sequences, and tokens drawn after a prefill."""
+        head = self.policy.head
+        sampler = Sampler(SamplingParams(), head.out_features, runner.device)
+        steps = DecodeGraphs(sampler, runner.cache, self.max_num_seqs, runner.cache.size)
+        for count in {min(FEW, self.max_num_seqs), self.max_num_seqs}:
+            steps.step_on_page_0(runner, padded_rows(count))
+        seeds = torch.zeros(FEW, dtype=torch.int64, device=runner.device)
+        hidden = torch.zeros(FEW, head.in_features, dtype=runner.cache.shape.dtype, device=runner.device)
+        sampler.draw(runner.logits(hidden), seeds, torch.zeros_like(seeds), None)
 
     def runner(self, cache: KVCache) -> ModelRunner:
         if self.recomputes:

@@ -4,7 +4,7 @@ A pass goes through the model's modules, or through fused layers (fused_layers.p
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,12 +55,13 @@ _LOOKED_AT = 16  # numbers of every tensor
 
 def switches(policy: Policy) -> tuple:
     """State of adapters, and number of modules with a replaced `forward`."""
+    every = list(policy.modules())
     adapters = tuple(
         (module._disable_adapters, tuple(module.active_adapters), tuple(module.scaling.items()))
-        for module in policy.modules()
-        if hasattr(module, "_disable_adapters") and hasattr(module, "scaling")
+        for module in every
+        if hasattr(type(module), "_disable_adapters") and hasattr(module, "scaling")
     )
-    return adapters, sum("forward" in vars(module) for module in policy.modules())
+    return adapters, sum("forward" in vars(module) for module in every)
 
 
 def is_sharded(policy: Policy) -> bool:
@@ -88,22 +89,25 @@ def generating(policy: Policy, attention: CachedAttention | AttentionProbe, *, k
     """Switch the policy to evaluation mode with this attention. `kernels`: they take the place of modules, where the
     device has them."""
     register()
-    before, training = policy.inner.config._attn_implementation, policy.training
+    before, every = policy.inner.config._attn_implementation, list(policy.modules())
+    training = [module for module in every if module.training]
     policy.inner.set_attn_implementation(NAME)
-    policy.eval()
-    carry(policy.inner, attention)
+    for module in training:
+        module.training = False
+    carry(every, attention)
     modules: contextlib.AbstractContextManager = contextlib.nullcontext()
     if kernels and policy.path == "packed" and has_kernels(policy.device):
         from trimtab.rollout.builtin.kernels.modules import fused_modules
 
-        modules = fused_modules(policy.inner)
+        modules = fused_modules(every)
     try:
         with modules:
             yield
     finally:
-        carry(policy.inner, None)  # drop the reference to the KV cache
+        carry(every, None)  # drop the reference to the KV cache
         policy.inner.set_attn_implementation(before)
-        policy.train(training)
+        for module in training:
+            module.training = True
 
 
 class ModelRunner:
@@ -330,9 +334,15 @@ READ = 9  # tokens of the self-check's prefill, before one decode step
 MORE = 256, 2048  # tokens of other prefills, whose kernels are compiled beforehand
 
 
-def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], page: int) -> FusedLayers | None:
+def build_fused_layers(
+    policy: Policy,
+    shape: KVShape,
+    arguments: list[dict],
+    page: int,
+    steps: Callable[[ModelRunner], object] | None = None,
+) -> FusedLayers | None:
     """The policy's fused layers, if the device has kernels, the model is supported and the self-check passes. `page`:
-    tokens of a page."""
+    tokens of a page. `steps`: also runs with these layers, so its kernels are compiled with theirs."""
     backbone = backbone_of(policy.inner)
     # Fused projections split query, key and value into heads of one width.
     if shape.width is None or not has_kernels(policy.device) or not is_llama_like(backbone):
@@ -342,10 +352,18 @@ def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], pa
     own = {"fused": shape.dtype in (torch.bfloat16, torch.float16), "splits": 1 if policy.attention.fused else None}
     every = [{name: asked.get(name) for name in used} | own for asked in arguments]
     fused = FusedLayers(backbone, every, policy.attention.fused)
-    try:
+
+    @torch.no_grad()
+    def noted() -> None:
         for tokens in (READ, *MORE):
-            cache = _memory(shape, page, policy.device, tokens)
-            compile_together(lambda: _few_hidden_states(policy, cache, fused, tokens), policy.device)  # noqa: B023
+            _few_hidden_states(policy, _memory(shape, page, policy.device, tokens), fused, tokens)
+        if steps is not None:
+            with ModelRunner(policy, _memory(shape, page, policy.device), fused) as runner:
+                steps(runner)
+        _few_hidden_states(policy, _memory(shape, page, policy.device), None, kernels=False)  # for the self-check
+
+    try:
+        compile_together(noted, policy.device)
         return fused if passes_self_check(fused, policy, shape, page) else None
     except torch.OutOfMemoryError:
         raise

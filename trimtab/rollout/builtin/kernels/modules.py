@@ -12,7 +12,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import triton
@@ -75,10 +75,10 @@ def rms_norm(states: Tensor, weight_D: Tensor, epsilon: float, kind: int, gate: 
 
 
 @contextlib.contextmanager
-def fused_modules(model: nn.Module) -> Iterator[None]:
-    """Inside, kernels do what the model's norms, MLPs and experts do."""
+def fused_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, kernels do what norms, MLPs and experts among these do."""
     replaced = []
-    for module in model.modules():
+    for module in modules:
         if "forward" in vars(module):
             continue
         if (epsilon := _epsilon(module)) is not None:
@@ -97,12 +97,18 @@ def fused_modules(model: nn.Module) -> Iterator[None]:
             del module.forward
 
 
+@functools.cache
+def _arguments(forward: Callable[..., Tensor]) -> list[str]:
+    """Of a module, after itself."""
+    return list(inspect.signature(forward).parameters)[1:]
+
+
 def _epsilon(module: nn.Module) -> float | None:
     """Of an RMS norm whose forward takes hidden states, and perhaps a gate; None for other modules."""
     kind = type(module)
     if "RMSNorm" not in kind.__name__ or set(module._parameters) != {"weight"} or module._modules:
         return None
-    weight, asked = module._parameters["weight"], list(inspect.signature(kind.forward).parameters)[1:]
+    weight, asked = module._parameters["weight"], _arguments(kind.forward)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or weight.ndim != 1 or len(weight) > WIDEST or not isinstance(epsilon, float):
         return None
@@ -198,9 +204,8 @@ def _has_stacked_experts(module: nn.Module) -> bool:
     if set(module._parameters) != {"gate_up_proj", "down_proj"} or module._buffers:
         return False
     both, down = module.gate_up_proj, module.down_proj
-    asked = list(inspect.signature(type(module).forward).parameters)[1:]
     return (
-        asked == ["hidden_states", "top_k_index", "top_k_weights"]
+        _arguments(type(module).forward) == ["hidden_states", "top_k_index", "top_k_weights"]
         and both is not None
         and both.ndim == down.ndim == 3
         and both.shape[0] == down.shape[0] == getattr(module, "num_experts", None)  # others have some without weights
