@@ -21,7 +21,6 @@ from trimtab.config.training_options import DropoutOptions, LoadOptions, ModelOp
 from trimtab.distributed.device import Device
 from trimtab.distributed.fsdp import reshard_model
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.process_group import is_world
 from trimtab.errors import UserError
 from trimtab.models.activation_memory import ActivationOffload, enable_gradient_checkpointing
 from trimtab.models.compile import fuse_layers, unfuse_layers
@@ -326,8 +325,6 @@ def fuse_if_exact(module: PackedModel, options: ModelOptions, device: Device, me
         hindrance = "--aux_loss_coef"
     if getattr(options, "weight_only_int8", False):
         hindrance = "--weight_only_int8"
-    if (mesh.size > 1 or is_world()) and options.exact != "on":  # frozen models may be whole in each of several
-        hindrance = "several processes, unless by --exact on"
     if mesh.sizes["tensor"] > 1 or mesh.sizes["context"] > 1:
         hindrance = "--ds_tensor_parallel_size or --ring_attn_size"
     if options.exact == "off":
