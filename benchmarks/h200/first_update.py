@@ -1,7 +1,8 @@
 """Seconds from a GRPO command to the end of its first update, with nothing compiled before, beside another version.
 
 The commands are those of grpo.py. Each runs in a process of its own with empty folders for what Triton and torch
-compile, and again with full ones. Versions take turns.
+compile, and again with full ones. Versions take turns. Python's own bytecode is there, as after an installation, and
+all modules have been read from the disk once.
 
     git worktree add /tmp/before 947d48f1
     python benchmarks/h200/first_update.py --shape 360M --before /tmp/before --before_ours "--compile on"
@@ -9,6 +10,7 @@ compile, and again with full ones. Versions take turns.
 """
 
 import argparse
+import compileall
 import json
 import os
 import subprocess
@@ -29,6 +31,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", type=Path, help="a folder with another version of Trimtab")
     parser.add_argument("--before_ours", default="", help="more options of its command")
     parser.add_argument("--limit", type=float, default=300, help="seconds of a command")
+    parser.add_argument("--cold", action="store_true", help="only with nothing compiled")
 
 
 def seconds_to_first_update(words: str, tree: Path, caches: Path, limit: float) -> tuple[float, dict]:
@@ -59,7 +62,11 @@ def main(argv: list[str] | None = None) -> None:
     versions = {"": (HERE, " ".join(given.ours or []))}
     if given.before is not None:
         versions["before"] = given.before.resolve(), given.before_ours
-    for state in ("nothing compiled", "compiled before"):
+    for tree, _ in versions.values():
+        compileall.compile_dir(tree / "trimtab", quiet=2)
+        environment = os.environ | {"PYTHONPATH": str(tree)}
+        subprocess.run([sys.executable, "-c", "import trimtab.train.rl.launch"], env=environment, cwd=tree, check=True)
+    for state in ("nothing compiled", "compiled before")[: 1 if given.cold else 2]:
         for name, (tree, more) in versions.items():
             with bench.attempt(f"{name} {state}"):
                 caches = bench.folder / f"compiled-{name}"
