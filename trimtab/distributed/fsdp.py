@@ -126,11 +126,15 @@ def learnt(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
+def sharded_parts(module: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP gathers one by one."""
+    return [part for part in module.modules() if hasattr(type(part), "unshard")]
+
+
 def reshard_model(module: nn.Module) -> None:
     """Free the parameters that a forward pass outside training left gathered."""
-    for part in module.modules():
-        if hasattr(part, "reshard"):
-            part.reshard()
+    for part in sharded_parts(module):
+        part.reshard()
 
 
 @contextlib.contextmanager
@@ -140,8 +144,9 @@ def gathered(module: nn.Module) -> Iterator[None]:
     FSDP's hooks are removed meanwhile, so that processes may run different numbers of forward passes. FSDP counts them,
     and a process with a higher count would gather in another order in its next backward pass.
     """
-    parts = [part for part in module.modules() if hasattr(part, "unshard")]
-    reshard_model(module)  # parameters still gathered may be older than the last step
+    parts = sharded_parts(module)
+    for part in parts:
+        part.reshard()  # parameters still gathered may be older than the last step
     for part in parts:
         part.unshard()
     hooks = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
@@ -152,7 +157,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
     finally:
         for part, before, after in hooks:
             part._forward_pre_hooks, part._forward_hooks = before, after
-        reshard_model(module)
+            part.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MOST_TOGETHER = 64  # columns of a state in one program
 NARROW, WARPS = 8, 1  # the same, and its warps, if it runs over whole sequences (tuned on an H200)
-LONGEST = 4096  # tokens of such a sequence; longer ones are faster in chunks
+LONGEST = 4096  # tokens of such a sequence: if it is alone, chunks are as fast
 
 
 class Inapplicable(Exception):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trimtab.data.batches import Span, TokenBatch
 from trimtab.distributed.device import widest
+from trimtab.distributed.fsdp import sharded_parts
 from trimtab.errors import UserError
 from trimtab.models.attention import PackedRow, carry, unpadded
 from trimtab.models.lm_head import shaped_logits, whole_logits
@@ -66,7 +67,7 @@ def switches(policy: Policy) -> tuple:
 
 def is_sharded(policy: Policy) -> bool:
     """Whether its parameters are sharded over processes."""
-    return any(hasattr(module, "unshard") for module in policy.modules())
+    return bool(sharded_parts(policy))
 
 
 @torch.no_grad()
