@@ -69,3 +69,12 @@ def test_layers_that_are_right_alone_and_wrong_together_are_not_believed(monkeyp
 
 def test_a_model_that_scales_its_embeddings_is_not_believed(monkeypatch):
     assert is_believed(tiny_model("granite", embedding_multiplier=1.1), erring({}), monkeypatch) is False
+
+
+def test_kernels_are_noted_from_one_layer_of_each_kind():
+    backbone = tiny_model("qwen3_moe", num_hidden_layers=5, mlp_only_layers=[2]).base_model
+    windows = [{"scaling": 0.5, "sliding_window": window} for window in (None, 8, None, 8, None)]
+    fused = FusedLayers(backbone, windows)
+    with fused.one_of_each_kind():
+        assert list(fused.all) == [0, 1, 2]
+    assert list(fused.all) == [0, 1, 2, 3, 4]

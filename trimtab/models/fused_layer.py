@@ -146,6 +146,7 @@ ENOUGH = 2**22
 an H200 in tiles of 128 x 128."""
 NARROW = 128
 """Outputs of a product whose inner dimension cuBLAS splits for many rows, too."""
+FEWER_ROWS = 128, 512
 _tried: dict[tuple, bool] = {}  # by shape: whether cuBLAS may be used
 
 
@@ -157,6 +158,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.
         return _by_cublas(x_TI, weight_OI, bias_O, dtype)
     if outputs <= NARROW:
         return _Product.apply(x_TI, weight_OI, bias_O, dtype)
+    _note_fewer_rows(x_TI, weight_OI, bias_O, dtype, ENOUGH // outputs)
     if rows * outputs >= ENOUGH:
         return _by_cublas(x_TI, weight_OI, bias_O, dtype)
     key = x_TI.device.index, rows, *weight_OI.shape, bias_O is None, dtype
@@ -165,6 +167,20 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.
         if not is_noting():
             _tried[key] = may_use_cublas
     return (_by_cublas if may_use_cublas else _Product.apply)(x_TI, weight_OI, bias_O, dtype)
+
+
+def _note_fewer_rows(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype, most: int, onto: Tensor | None = None
+) -> None:
+    """Products of short passes, up to `most` rows, are compiled with the first ones: their tiles are others."""
+    if not is_noting():
+        return
+    from trimtab.models import layer_kernels
+
+    for fewer in FEWER_ROWS:
+        if fewer < min(len(x_TI), most):
+            part = None if onto is None else onto[:fewer]
+            layer_kernels.product(x_TI[:fewer].contiguous(), weight_OI.contiguous(), bias_O, dtype, onto=part)
 
 
 def _by_cublas(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -189,6 +205,7 @@ def _add_product(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor) -> None:
         from trimtab.models import layer_kernels
 
         layer_kernels.product(x_TI, weight_OI.contiguous(), None, out_TO.dtype, onto=out_TO)
+        _note_fewer_rows(x_TI, weight_OI, None, out_TO.dtype, len(x_TI), onto=out_TO)
     else:
         out_TO.add_(F.linear(x_TI, weight_OI))
 

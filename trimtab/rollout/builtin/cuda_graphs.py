@@ -117,7 +117,8 @@ class DecodeGraphs:
 
     def _capture(self, runner: ModelRunner, rows: int) -> DeviceGraph:
         if runner.fused is not None:
-            compile_together(lambda: self.step_on_page_0(runner, rows), runner.device)
+            with runner.fused.one_of_each_kind():
+                compile_together(lambda: self.step_on_page_0(runner, rows), runner.device)
         self._begin(runner)
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
         with contextlib.nullcontext() if self.states is None else self._with_states(runner, rows):

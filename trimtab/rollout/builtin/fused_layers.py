@@ -4,7 +4,9 @@ model_runner.py decides which models have them. Linear layers with LoRA and with
 other projections are called as modules.
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -31,8 +33,20 @@ class FusedLayers:
         """`arguments`: of each layer's attention call; `exact`: results do not depend on the number of rows, as those
         of the trainer's fused layers."""
         self.backbone, self.arguments, self.exact = backbone, arguments, exact
-        self.all = range(len(backbone.layers))
+        self.all: Sequence[int] = range(len(backbone.layers))
         self.failed = False
+
+    @contextlib.contextmanager
+    def one_of_each_kind(self) -> Iterator[None]:
+        """Inside, layers that need the same kernels as an earlier one are left out."""
+        kinds: dict[tuple, int] = {}
+        for index, layer in enumerate(self.backbone.layers):
+            kinds.setdefault((type(layer.mlp), *self.arguments[index].values()), index)
+        whole, self.all = self.all, list(kinds.values())
+        try:
+            yield
+        finally:
+            self.all = whole
 
     def give_up_after(self, error: Exception) -> bool:
         """Whether a kernel failed to compile or launch. If so, the modules are used from now on, unless results are
@@ -72,7 +86,7 @@ class FusedLayers:
         return self.run_layers(self.all, stream, self.angles(positions_T), cache, slot_mapping_T, attend)
 
     def run_layers(
-        self, layers: range, stream: Tensor, angles: Angles, cache: KVCache, slot_mapping_T: Tensor, attend
+        self, layers: Sequence[int], stream: Tensor, angles: Angles, cache: KVCache, slot_mapping_T: Tensor, attend
     ) -> Tensor:
         """Run these layers on the residual stream [T, D], in place; returns it normed."""
         from trimtab.models.layer_kernels import fused_add_rms_norm

@@ -364,7 +364,8 @@ def build_fused_layers(
         _few_hidden_states(policy, _memory(shape, page, policy.device), None, kernels=False)  # for the self-check
 
     try:
-        compile_together(noted, policy.device)
+        with fused.one_of_each_kind():
+            compile_together(noted, policy.device)
         return fused if passes_self_check(fused, policy, shape, page) else None
     except torch.OutOfMemoryError:
         raise
