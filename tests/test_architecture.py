@@ -155,16 +155,16 @@ def test_names_of_the_package_that_scripts_and_tests_use_are_there(folder):
     """To replace what is not there does nothing, and benchmarks run too seldom to show it."""
     missing = []
     for path in sorted((ROOT.parent / folder).rglob("*.py")):
-        modules, used = {}, []
-        for node in ast.walk(tree_of(path)):
+        modules, used, nodes = {}, [], list(ast.walk(ast.parse(path.read_text())))
+        for node in nodes:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trimtab":
                 for alias in node.names:
                     used.append((node.module, alias.name, node.lineno))
                     if is_module(f"{node.module}.{alias.name}"):
                         modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-        bound = {node.arg for node in ast.walk(tree_of(path)) if isinstance(node, ast.arg)}
-        bound |= {n.id for n in ast.walk(tree_of(path)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        for node in ast.walk(tree_of(path)):
+        bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        bound |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        for node in nodes:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and not node.attr.startswith("__"):
                 name = node.value.id
                 if name in modules and name not in bound:

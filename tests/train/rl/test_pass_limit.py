@@ -70,7 +70,7 @@ def test_a_resumed_run_cuts_as_the_run_before_it(task, monkeypatch):
 
 def test_an_answer_that_does_not_fit_alone_ends_the_run_with_a_checkpoint(task, monkeypatch, capsys):
     with_room_for(16, monkeypatch)
-    words = without(of(task, "out", "grpo"), *EVALUATION)
+    words = without(of(task, "out", "grpo", "--max_steps 2"), *EVALUATION)
     assert main(words) == 1
     said = capsys.readouterr().err
     assert "does not fit into memory" in said and "--generate_max_len" in said and "checkpoint saved in" in said
