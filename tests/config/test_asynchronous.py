@@ -164,6 +164,7 @@ def test_answers_that_may_be_older_are_corrected_unless_another_wish_is_said(wor
 
 def test_a_bound_of_nothing_is_the_synchronous_run_in_every_other_option():
     own = {"async_train", "async_queue_size", "async_staleness", "given"}
-    plain, bound = settled(RL), settled(f"{ASYNC} --async_staleness 0")
+    named = "--wandb_run_name one"  # it is made of the time otherwise
+    plain, bound = settled(f"{RL} {named}"), settled(f"{ASYNC} {named} --async_staleness 0")
     differing = {f.name for f in dataclasses.fields(plain) if getattr(plain, f.name) != getattr(bound, f.name)}
     assert differing <= own
