@@ -93,3 +93,13 @@ def test_the_run_unpickles_nothing():
     inside = {"worker.py", "calls.py"}  # what runs in worker processes, and trusts the run
     for file in folder.glob("*.py"):
         assert file.name in inside or not re.search(r"pickle\.loads?|\.recv\(\)", file.read_text()), file
+
+
+def test_what_user_code_prints_at_its_end_is_shown(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text("import atexit\natexit.register(print, 'closing the file')\n" + CODE)
+    arguments = [str(2**33), "1.0", "1", "trimtab.rewards.signatures", str(file)]
+    process = WorkerProcess("trimtab.sandbox.worker", arguments, output="tail")
+    assert b"loaded" in process.socket.recv(4096)
+    process.leave()
+    assert process.last_output() == "closing the file\n"

@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import io
 import json
+import math
 import os
 import pickle
 import queue
@@ -246,7 +247,8 @@ def _pidfd(process: int) -> int | None:
 
 
 def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_Tail | _Limited | None") -> None:
-    """Show output until the run or the worker has ended; then kill the group."""
+    """Show output until the worker has ended; then kill the group. When the run has ended, or needs the worker no
+    longer, the worker has a short time left."""
     events = select.poll()
     events.register(life, 0)  # only reports that the other end was closed
     if run is not None:  # a fork of the run may hold the other end open
@@ -255,16 +257,19 @@ def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_Ta
     if output is not None:
         events.register(output, select.POLLIN)
         os.set_blocking(output, False)
-    while True:
-        ready = {descriptor for descriptor, _ in events.poll()}
+    deadline = math.inf
+    while time.monotonic() < deadline:
+        left = deadline - time.monotonic()
+        ready = {descriptor for descriptor, _ in events.poll(None if left == math.inf else max(0.0, 1000 * left))}
         if output is not None and show is not None:
             _show_printed(output, show)
-        if {life, run} & ready:
-            time.sleep(SECONDS_TO_END)
-            end_marked(os.environ[MARK])
-            break
         if ended in ready:
             break
+        for over in ready - {output}:
+            deadline = min(deadline, time.monotonic() + SECONDS_TO_END)
+            events.unregister(over)
+    if deadline < math.inf:
+        end_marked(os.environ[MARK])
     os.killpg(0, signal.SIGKILL)
 
 
