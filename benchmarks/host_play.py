@@ -13,6 +13,7 @@ second a turn on the device.
 """
 
 import argparse
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -37,7 +38,6 @@ from trimtab.rollout.builtin.engine import Prefill
 from trimtab.rollout.builtin.model_runner import ModelRunner
 from trimtab.rollout.builtin.sampler import Sampler, SamplerOutput
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.train.launch import gc_frozen
 
 GAME = Path(__file__).resolve().with_name("told_game.py")
 
@@ -153,7 +153,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", help="of a chat model; unset: one of bytes")
     options = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.tokenizer) if options.tokenizer else tokenizer_of_a_person()
-    with nothing_computed(tokenizer), gc_frozen():
+    gc.freeze()  # as a job does with what it imports
+    with nothing_computed(tokenizer):
         play(options, tokenizer)
 
 

@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 import sys
@@ -28,6 +29,21 @@ def test_what_this_machine_lacks_is_said_in_a_dry_run_and_refused_else(monkeypat
     assert "--use_liger_kernel needs the package" in capsys.readouterr().err
     with pytest.raises(UserError, match="--use_liger_kernel needs the package"):
         prepared(SFTOptions(**liger))
+
+
+def test_imports_of_a_job_are_excluded_from_garbage_collection(monkeypatch, tmp_path):
+    (tmp_path / "heavy_module.py").write_text("import gc\ncollects, parts = gc.isenabled(), [[] for _ in range(1000)]")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = gc.get_freeze_count()
+    module = job.imported("heavy_module")
+    monkeypatch.delitem(sys.modules, "heavy_module")
+    assert not module.collects and gc.isenabled() and gc.get_freeze_count() >= before + 1000
+    monkeypatch.setitem(sys.modules, "heavy_module", module)
+    frozen = gc.get_freeze_count()
+    assert job.imported("heavy_module") is module and gc.get_freeze_count() <= frozen
+    with pytest.raises(ModuleNotFoundError):
+        job.imported("no_such_module")
+    assert gc.isenabled()
 
 
 MISTAKES = """

@@ -3,11 +3,9 @@ micro-batches; and the lines of --dry_run.
 """
 
 import dataclasses
-import gc
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -168,20 +166,6 @@ def memory_line(options: TrainedModelOptions, device: Device, work: Callable[[],
         return f"memory: not planned ({error})"
     each = "" if processes == 1 else f" in each of {processes} processes"
     return f"memory: about {plan.memory_gib:.2f} GiB at the peak{each}, of {here.memory / GIB:.1f} GiB here: {verdict}"
-
-
-# ---- garbage collection
-
-
-@contextmanager
-def gc_frozen() -> Iterator[None]:
-    """Exclude all objects alive now from garbage collection: scanning imported modules and models costs time."""
-    gc.collect()  # garbage that exists now must not be frozen too
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 # ---- token budgets of micro-batches: planned from memory on an accelerator, a fixed number on a CPU

@@ -17,7 +17,6 @@ from trimtab.distributed.launcher import Group
 from trimtab.errors import Interrupted, RunFailed
 from trimtab.interrupts import StopRequest
 from trimtab.train.alarms import diverged_line, resume_line
-from trimtab.train.launch import gc_frozen
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import Checkpoint, RunFiles
@@ -282,8 +281,7 @@ class RLRun:
             # The disk may have been full when this row was due.
             if resumed and not rebuilt and self.iteration is None:
                 self.files.keep_places(self.counters.iteration, self.source.settled())
-            with gc_frozen() if self.options.environment_source else nullcontext():
-                self.run_iterations(stop)
+            self.run_iterations(stop)
 
     def run_iterations(self, stop: StopRequest) -> None:
         with self.files.saving_on_failure(self.checkpoint):
