@@ -1,7 +1,9 @@
 """Sessions in worker processes, which rewards and environments share; tests/rewards/test_functions and
 tests/envs/test_environment_pool have more of it."""
 
+import os
 import re
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from trimtab.distributed.serialization import LARGEST_MESSAGE
 from trimtab.sandbox.calls import CallTimeout, SandboxError, UserCodeError, WorkerDied
 from trimtab.sandbox.pool import SandboxLimits, WorkerPool
 from trimtab.sandbox.process import WorkerProcess
+from trimtab.sandbox.worker import MARK, end_marked
 
 CODE = """
 import os, time
@@ -103,3 +106,11 @@ def test_what_user_code_prints_at_its_end_is_shown(tmp_path):
     assert b"loaded" in process.socket.recv(4096)
     process.leave()
     assert process.last_output() == "closing the file\n"
+
+
+def test_processes_with_a_mark_end_also_if_they_have_just_started():
+    for number in range(50):
+        variables = os.environ | {MARK: f"{os.getpid()}-{number}"}
+        process = subprocess.Popen(["sleep", "1000"], env=variables, start_new_session=True)
+        end_marked(variables[MARK])
+        assert process.wait(timeout=5.0) < 0

@@ -47,6 +47,7 @@ from trimtab.sandbox.calls import (
 )
 
 MARK = "TRIMTAB_PROCESS"  # a variable that all processes started by a worker inherit
+SECONDS_TO_START = 0.1  # until the environment of a new program can be read
 LAST_OUTPUT = 8192  # bytes of the last output
 # Forwarded output: bytes at once, and bytes a second after that.
 MOST_PRINTED, PRINTED_A_SECOND = 2**16, 2**8
@@ -247,7 +248,7 @@ def _pidfd(process: int) -> int | None:
 
 
 def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_Tail | _Limited | None") -> None:
-    """Show output until the worker has ended; then kill the group. When the run has ended, or needs the worker no
+    """Show output until the worker has ended; then kill what it started. When the run has ended, or needs the worker no
     longer, the worker has a short time left."""
     events = select.poll()
     events.register(life, 0)  # only reports that the other end was closed
@@ -268,8 +269,7 @@ def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_Ta
         for over in ready - {output}:
             deadline = min(deadline, time.monotonic() + SECONDS_TO_END)
             events.unregister(over)
-    if deadline < math.inf:
-        end_marked(os.environ[MARK])
+    end_marked(os.environ[MARK])  # a run that was killed does not
     os.killpg(0, signal.SIGKILL)
 
 
@@ -336,14 +336,23 @@ def end_marked(mark: str) -> None:
         number = int(folder.name)
         # Suppressed: other users' processes, and processes that have already ended.
         with contextlib.suppress(OSError):
-            if number == os.getpid() or wanted not in (folder / "environ").read_bytes().split(b"\0"):
+            if number == os.getpid() or wanted not in _variables(folder):
                 continue
             handle = os.pidfd_open(number)  # pins the pid, so that the second check is of the same process
             try:
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                if wanted in _variables(folder):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             finally:
                 os.close(handle)
+
+
+def _variables(folder: Path) -> list[bytes]:
+    """The environment of a process, which is empty for a moment while the process starts a program."""
+    deadline = time.monotonic() + SECONDS_TO_START
+    while not (found := (folder / "environ").read_bytes()) and time.monotonic() < deadline:
+        os.readlink(folder / "exe")  # OSError: it has ended, or belongs to the kernel
+        time.sleep(0.001)
+    return found.split(b"\0")
 
 
 if __name__ == "__main__":
