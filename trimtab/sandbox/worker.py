@@ -269,7 +269,7 @@ def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_Ta
         for over in ready - {output}:
             deadline = min(deadline, time.monotonic() + SECONDS_TO_END)
             events.unregister(over)
-    end_marked(os.environ[MARK])  # a run that was killed does not
+    end_marked(os.environ[MARK])  # the run does this too, unless it was killed
     os.killpg(0, signal.SIGKILL)
 
 
