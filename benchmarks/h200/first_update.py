@@ -7,6 +7,8 @@ all modules have been read from the disk once.
     git worktree add /tmp/before 947d48f1
     python benchmarks/h200/first_update.py --shape 360M --before /tmp/before --before_ours "--compile on"
     python benchmarks/h200/first_update.py --shape 8B --ours "--lora_rank 16 --gradient_checkpointing" ...
+
+`--before_ours` given twice: the other version runs with each.
 """
 
 import argparse
@@ -29,7 +31,7 @@ CACHES = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"
 def options(parser: argparse.ArgumentParser) -> None:
     grpo.options(parser)
     parser.add_argument("--before", type=Path, help="a folder with another version of Trimtab")
-    parser.add_argument("--before_ours", default="", help="more options of its command")
+    parser.add_argument("--before_ours", action="append", help="more options of its command")
     parser.add_argument("--limit", type=float, default=300, help="seconds of a command")
     parser.add_argument("--cold", action="store_true", help="only with nothing compiled")
 
@@ -61,7 +63,8 @@ def main(argv: list[str] | None = None) -> None:
     bench.release()
     versions = {"": (HERE, " ".join(given.ours or []))}
     if given.before is not None:
-        versions["before"] = given.before.resolve(), given.before_ours
+        others = given.before_ours or [""]
+        versions |= {" ".join(["before", more]).strip(): (given.before.resolve(), more) for more in others}
     for tree, _ in versions.values():
         compileall.compile_dir(tree / "trimtab", quiet=2)
         environment = os.environ | {"PYTHONPATH": str(tree)}
@@ -69,7 +72,7 @@ def main(argv: list[str] | None = None) -> None:
     for state in ("nothing compiled", "compiled before")[: 1 if given.cold else 2]:
         for name, (tree, more) in versions.items():
             with bench.attempt(f"{name} {state}"):
-                caches = bench.folder / f"compiled-{name}"
+                caches = bench.folder / f"compiled-{name.replace(' ', '')}"
                 caches.mkdir(exist_ok=True)
                 seconds, row = seconds_to_first_update(f"{words} {more}", tree, caches, given.limit)
                 bench.say(

@@ -11,6 +11,7 @@ from trimtab.rollout.builtin.kernels.fused_linear import (
     LinearTiles,
     few_rows_apply,
     small_batch_gate_up,
+    small_batch_linears,
     small_batch_qkv_rope,
     small_batch_split_k,
 )
@@ -29,6 +30,18 @@ def test_gated_products_equal_silu_times_up(rows, tiles):
     up.weight.data = up.weight + 0.1
     expected = F.silu(gate(x)) * up(x)
     torch.testing.assert_close(small_batch_gate_up(x, gate, up, tiles), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("tiles", [None, LinearTiles(16, 32, 32, 1, 3, False), LinearTiles(32, 128, 16, 1, 3, True)])
+@pytest.mark.parametrize("widths", [(192, 64, 16, 16), (48, 16), (80, 80, 80)])
+@pytest.mark.parametrize("rows, inner", [(1, 80), (33, 96)])
+def test_products_of_one_input_are_made_together(rows, inner, widths, tiles):
+    """Tiles that several modules share, and last ones that are not full."""
+    x, modules = noise(rows, inner, dtype=DTYPE), [linear(inner, width) for width in widths]
+    found = small_batch_linears(x, modules, tiles)
+    for module, own in zip(modules, found, strict=True):
+        torch.testing.assert_close(own, module(x), **CLOSE)
+        assert own.is_contiguous()
 
 
 @pytest.mark.parametrize("tiles", [None, LinearTiles(16, 64, 32, 2, 3, False), LinearTiles(16, 64, 16, 3, 3, True)])

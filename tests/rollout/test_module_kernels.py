@@ -113,6 +113,50 @@ def test_what_is_no_such_mlp_stays():
     assert [*modules._known.values()] == [False]
 
 
+PROJECTIONS = {"gemma2": {3}, "qwen3_5_text": {2, 3}, "qwen3_next": {3}, "gpt_oss": set(), "deepseek_v2": set()}
+"""How many there are of one input; those with a bias stay, and those with two or four outputs."""
+
+
+@pytest.mark.parametrize("family", PROJECTIONS)
+def test_projections_of_one_input_are_found(family):
+    every = list(policy_of(family).modules())
+    found = [own for module in every for own in modules._projections_of(module)]
+    assert {len(own) for own in found} == PROJECTIONS[family]
+    before = [module for module in every if "forward" in vars(module)]
+    with fused_modules(every):
+        assert all("forward" in vars(module) for own in found for module in own)
+    assert [module for module in every if "forward" in vars(module)] == before
+
+
+def test_projections_of_one_input_are_made_together_and_no_others(monkeypatch):
+    monkeypatch.setattr(modules, "is_plain", lambda *_: True)  # in the interpreter's precision, too
+    launches, made = [], modules.small_batch_linears
+    monkeypatch.setattr(modules, "small_batch_linears", lambda x, own: launches.append(len(x)) or made(x, own))
+    projections = [nn.Linear(32, width, bias=False).to(DEVICE, DTYPE).requires_grad_(False) for width in (48, 16)]
+    joined, random = modules.JoinedLinears(projections), torch.Generator().manual_seed(0)
+    first, second, many = (torch.randn(2, n, 32, generator=random).to(DEVICE, DTYPE) for n in (3, 3, 40))
+    # Another input, the same one again, and one that was not asked for before.
+    asked = [(0, first), (1, first), (1, second), (0, first), (0, second), (1, second), (0, many), (1, many)]
+    for index, states in asked:
+        torch.testing.assert_close(joined(index, states), projections[index](states), **CLOSE)
+    assert launches == [modules.TRIED, 6, 6, 6, 6] and joined._given is None
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_5_text", "qwen3_next"])
+def test_a_model_samples_the_same_with_projections_together(family, monkeypatch):
+    policy, settings = policy_of(family), SamplingParams(max_new_tokens=6, n=2, seed=4)
+    expected = BuiltinEngine(policy, eager=True).generate(prompts((5, 17, 9, 1)), settings)
+    monkeypatch.setattr(model_runner, "has_kernels", lambda _: True)
+    launches, made = [], modules.small_batch_linears
+    monkeypatch.setattr(modules, "is_plain", lambda *_: True)
+    monkeypatch.setattr(modules, "small_batch_linears", lambda x, own: launches.append(len(x)) or made(x, own))
+    found = BuiltinEngine(policy, eager=True).generate(prompts((5, 17, 9, 1)), settings)
+    assert len(launches) > 6
+    assert [answer.ids for answer in found] == [answer.ids for answer in expected]
+    for ours, theirs in zip(found, expected):
+        torch.testing.assert_close(torch.tensor(ours.log_probs), torch.tensor(theirs.log_probs), atol=2e-5, rtol=0)
+
+
 def test_what_is_no_such_norm_stays():
     class HalfRMSNorm(nn.Module):
         """Of the first half alone."""

@@ -63,7 +63,8 @@ class ModelSource:
                         continue
                     for block in blocks_of(tensor):
                         if block.size:
-                            local(tensor)[block.held].copy_(self.files.read(key, block.slices))
+                            held = local(tensor)[block.held]
+                            held.copy_(self.files.read(key, block.slices).to(held.device))  # converted there
         model._weight_conversions = []  # nothing to convert back when it is saved
         return self.found
 

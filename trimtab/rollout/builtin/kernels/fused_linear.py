@@ -9,7 +9,8 @@ computed as partial sums, which the next norm adds in order. Many steps of the i
 and a launch overlaps with the previous one (models/layer_kernels.py).
 """
 
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, TypeGuard
 
 import torch
 import triton
@@ -78,15 +79,22 @@ PROGRAMS_OF_LARGE_TILES = 200  # enough to fill the device with tiles of 128 row
 
 def can_join(x_TD: Tensor, modules: list[nn.Module]) -> bool:
     """Whether these are plain half-precision Linear modules, all with or without bias, whose widths are whole tiles."""
-    return x_TD.dtype in (torch.bfloat16, torch.float16) and all(
-        type(module) is nn.Linear
-        and "forward" not in vars(module)  # int8 replaces it
-        and module.weight.dtype == x_TD.dtype
-        and module.weight.is_contiguous()
+    return all(
+        "forward" not in vars(module)  # int8 replaces it
+        and is_plain(module, x_TD)
         and module.out_features % TILE == 0
-        and module.in_features % 8 == 0
         and (module.bias is None) == (modules[0].bias is None)
         for module in modules
+    )
+
+
+def is_plain(module: nn.Module, x_TD: Tensor) -> TypeGuard[nn.Linear]:
+    return (
+        type(module) is nn.Linear
+        and x_TD.dtype in (torch.bfloat16, torch.float16)
+        and module.weight.dtype == x_TD.dtype
+        and module.weight.is_contiguous()
+        and module.in_features % 8 == 0
     )
 
 
@@ -165,6 +173,28 @@ def _few_rows_gated(
     opened = (g * tl.sigmoid(g)).to(kind).to(tl.float32) * u.to(kind).to(tl.float32)
     place = out + row.to(tl.int64)[:, None] * out_row + (column + tl.arange(0, HALF))[None, :]
     tl.store(place, opened.to(kind), (row < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _few_rows_joined(
+    x, weight, out, step2: tl.int64, step3: tl.int64, step4: tl.int64, rows, inner, x_row,
+    N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, N4: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    # Lines of up to four weights follow each other. Each product is written as a matrix of its own.
+    row, line = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
+    last = tl.minimum(line, N1 + N2 + N3 + N4 - 1)
+    second, third, fourth = last >= N1, last >= N1 + N2, last >= N1 + N2 + N3
+    line_N = last.to(tl.int64) * inner + second.to(tl.int64) * step2
+    line_N += third.to(tl.int64) * step3 + fourth.to(tl.int64) * step4
+    begin = tl.where(fourth, N1 + N2 + N3, tl.where(third, N1 + N2, tl.where(second, N1, 0)))
+    width = tl.where(fourth, N4, tl.where(third, N3, tl.where(second, N2, N1)))
+    wait(OVERLAPPED)
+    total = _few_rows_product(x, weight, row, line_N, 0, inner, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED)
+    place = (begin * rows + last - begin)[None, :] + row[:, None] * width[None, :]
+    place = tl.max_contiguous(tl.multiple_of(place, [1, 16]), [1, 16])  # as widths are multiples of 16
+    tl.store(out + place, total.to(out.dtype.element_ty), (row < rows)[:, None] & (line == last)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -266,7 +296,11 @@ WIDE = 4096
 
 def few_rows_apply(x_TD: Tensor, modules: list[nn.Module], most: int = MOST_ROWS) -> bool:
     """Whether the small-batch kernels apply: few rows, and modules that can be joined."""
-    return len(x_TD) <= most and x_TD.stride(1) == 1 and x_TD.shape[1] % 16 == 0 and can_join(x_TD, modules)
+    return has_few_rows(x_TD, most) and can_join(x_TD, modules)
+
+
+def has_few_rows(x_TD: Tensor, most: int = MOST_ROWS) -> bool:
+    return len(x_TD) <= most and x_TD.stride(1) == 1 and x_TD.shape[1] % 16 == 0
 
 
 def few_rows_heads_apply(x_TD: Tensor, modules: list[nn.Module], width: int) -> bool:
@@ -309,6 +343,24 @@ def small_batch_gate_up(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Lin
     return out
 
 
+def small_batch_linears(x_TD: Tensor, modules: list[nn.Linear], tiles: LinearTiles | None = None) -> list[Tensor]:
+    """The outputs of up to four modules without bias, whose widths are multiples of 16."""
+    (rows, inner), widths = x_TD.shape, [module.out_features for module in modules]
+    out, size = torch.empty(rows * sum(widths), dtype=x_TD.dtype, device=x_TD.device), x_TD.element_size()
+    steps = [
+        (after.weight.data_ptr() - before.weight.data_ptr()) // size - before.out_features * inner
+        for before, after in pairwise(modules)
+    ]
+    missing = 4 - len(modules)
+    tiles = tiles or _tiles_of_joined(rows)
+    _few_rows_joined[triton.cdiv(rows, tiles.rows), triton.cdiv(sum(widths), tiles.lines)](
+        x_TD, modules[0].weight, out, *steps, *[0] * missing, rows, inner, x_TD.stride(0), *widths, *[0] * missing,
+        **tiles.launch(inner, inner, x_TD.device),
+    )  # fmt: skip
+    parts = out.split([rows * width for width in widths])
+    return [part.view(rows, width) for part, width in zip(parts, widths)]
+
+
 def small_batch_split_k(
     x_TD: Tensor, module: nn.Linear, tiles: LinearTiles | None = None, *, exact: bool = False
 ) -> Tensor:
@@ -346,6 +398,10 @@ def _tiles_of_gated(rows: int, outputs: int) -> LinearTiles:
     programs = 2 * outputs // 128 * triton.cdiv(rows, 64)
     lines, stages = 128 if programs >= PROCESSORS - 4 else TILE, 4 if programs > PROCESSORS else 6  # two on a processor
     return LinearTiles(_height(rows), lines, 64, 1, stages, swapped=True)
+
+
+def _tiles_of_joined(rows: int) -> LinearTiles:
+    return LinearTiles(_height(rows), TILE, 64, 1, 6, swapped=True)
 
 
 def _tiles_of_parts(rows: int, inner: int, outputs: int) -> LinearTiles:

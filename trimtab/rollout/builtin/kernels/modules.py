@@ -1,4 +1,5 @@
-"""Kernels in place of modules of transformers while the engine generates: RMS norms, gated MLPs and stacked experts.
+"""Kernels in place of modules of transformers while the engine generates: RMS norms, gated MLPs and stacked experts,
+and projections of the same input.
 
 A norm is five to nine operations, experts with their sorting about twenty, and between small operations a device waits.
 Families multiply a norm by the weight before or after rounding, by 1 + weight, or by a gate as well. Which a class does
@@ -23,7 +24,13 @@ from trimtab.models.fused_layer import Experts
 from trimtab.models.layer_kernels import gated, warps_of_norm
 from trimtab.models.pretrained import first_line
 from trimtab.models.recurrent_kernels import relative_gap
-from trimtab.rollout.builtin.kernels.fused_linear import few_rows_apply, small_batch_gate_up
+from trimtab.rollout.builtin.kernels.fused_linear import (
+    few_rows_apply,
+    has_few_rows,
+    is_plain,
+    small_batch_gate_up,
+    small_batch_linears,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +83,14 @@ def rms_norm(states: Tensor, weight_D: Tensor, epsilon: float, kind: int, gate: 
 
 @contextlib.contextmanager
 def fused_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, kernels do what norms, MLPs and experts among these do."""
-    replaced = []
+    """Inside, kernels do what norms, MLPs, experts and projections among these do."""
+    replaced: list[nn.Module] = []
     for module in modules:
+        for projections in _projections_of(module):
+            joined = JoinedLinears(projections)
+            for index, projection in enumerate(projections):
+                projection.forward = functools.partial(joined, index)
+            replaced += projections
         if "forward" in vars(module):
             continue
         if (epsilon := _epsilon(module)) is not None:
@@ -157,6 +169,61 @@ def _gap(work: Callable[[], Tensor], expected: Tensor) -> float:
         return math.inf
 
 
+SAME_INPUT = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
+"""Names of Linear modules that are called one after another with the same numbers."""
+
+
+def _projections_of(module: nn.Module) -> Iterator[list[nn.Linear]]:
+    for names in SAME_INPUT:
+        given = [module._modules.get(name) for name in names]
+        found = [
+            own
+            for own in given
+            if type(own) is nn.Linear and own.bias is None and own.out_features % 16 == 0 and "forward" not in vars(own)
+        ]
+        if len(found) > 1 and len({own.in_features for own in found}) == 1:
+            yield found
+
+
+class JoinedLinears:
+    """With few rows, the first of these modules that is called computes the outputs of all."""
+
+    def __init__(self, modules: list[nn.Linear]):
+        self.modules = modules
+        self._given: Tensor | None = None
+        self._made: dict[int, Tensor] = {}
+
+    def __call__(self, index: int, states: Tensor) -> Tensor:
+        if states is not self._given or index not in self._made:
+            if not self._applies(states):
+                return nn.Linear.forward(self.modules[index], states)
+            made = small_batch_linears(states.flatten(0, -2), self.modules)
+            self._given = states
+            self._made = {i: own.view(*states.shape[:-1], -1) for i, own in enumerate(made)}
+        out = self._made.pop(index)
+        if not self._made:
+            self._given = None
+        return out
+
+    def _applies(self, states: Tensor) -> bool:
+        rows_TD = states.flatten(0, -2)
+        if not has_few_rows(rows_TD) or not all(is_plain(own, rows_TD) for own in self.modules):
+            return False
+        widths = tuple(own.out_features for own in self.modules)
+        asked = (JoinedLinears, widths, rows_TD.shape[1], states.dtype, states.device)
+        if asked not in _known:
+            random = torch.Generator(states.device).manual_seed(0)
+            drawn = torch.randn(TRIED, rows_TD.shape[1], generator=random, device=states.device).to(states.dtype)
+            expected = torch.cat([nn.Linear.forward(own, drawn) for own in self.modules], 1)
+            gap = _gap(lambda: torch.cat(small_batch_linears(drawn, self.modules), 1), expected)
+            _known[asked] = gap <= 2e-2
+        return _known[asked]
+
+
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
@@ -184,7 +251,7 @@ def _gated_mlp(module: nn.Module, states: Tensor) -> Tensor:
 
 
 _known: dict[tuple, bool] = {}
-"""Whether the kernels do what a class of MLPs or experts does, by class and shape."""
+"""Whether the kernels do what a class of projections, MLPs or experts does, by class and shape."""
 
 
 @torch.no_grad()
