@@ -10,8 +10,8 @@ from trimtab.models.layer_kernels import rope_and_cache
 from trimtab.rollout.builtin.kernels.fused_linear import (
     LinearTiles,
     few_rows_apply,
+    joined_linears,
     small_batch_gate_up,
-    small_batch_linears,
     small_batch_qkv_rope,
     small_batch_split_k,
 )
@@ -33,12 +33,12 @@ def test_gated_products_equal_silu_times_up(rows, tiles):
 
 
 @pytest.mark.parametrize("tiles", [None, LinearTiles(16, 32, 32, 1, 3, False), LinearTiles(32, 128, 16, 1, 3, True)])
-@pytest.mark.parametrize("widths", [(192, 64, 16, 16), (48, 16), (80, 80, 80)])
-@pytest.mark.parametrize("rows, inner", [(1, 80), (33, 96)])
-def test_products_of_one_input_are_made_together(rows, inner, widths, tiles):
+@pytest.mark.parametrize("widths, biased", [((192, 64, 16, 16), True), ((48, 16), False), ((80, 80, 80), True)])
+@pytest.mark.parametrize("rows, inner", [(1, 80), (33, 96), (70, 80)])
+def test_products_of_one_input_are_made_together(rows, inner, widths, biased, tiles):
     """Tiles that several modules share, and last ones that are not full."""
-    x, modules = noise(rows, inner, dtype=DTYPE), [linear(inner, width) for width in widths]
-    found = small_batch_linears(x, modules, tiles)
+    x, modules = noise(rows, inner, dtype=DTYPE), [linear(inner, width, biased) for width in widths]
+    found = joined_linears(x, modules, tiles)
     for module, own in zip(modules, found, strict=True):
         torch.testing.assert_close(own, module(x), **CLOSE)
         assert own.is_contiguous()

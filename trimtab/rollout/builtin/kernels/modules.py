@@ -28,8 +28,8 @@ from trimtab.rollout.builtin.kernels.fused_linear import (
     few_rows_apply,
     has_few_rows,
     is_plain,
+    joined_linears,
     small_batch_gate_up,
-    small_batch_linears,
 )
 
 logger = logging.getLogger(__name__)
@@ -181,11 +181,9 @@ def _projections_of(module: nn.Module) -> Iterator[list[nn.Linear]]:
     for names in SAME_INPUT:
         given = [module._modules.get(name) for name in names]
         found = [
-            own
-            for own in given
-            if type(own) is nn.Linear and own.bias is None and own.out_features % 16 == 0 and "forward" not in vars(own)
+            own for own in given if type(own) is nn.Linear and own.out_features % 16 == 0 and "forward" not in vars(own)
         ]
-        if len(found) > 1 and len({own.in_features for own in found}) == 1:
+        if len(found) > 1 and len({(own.in_features, own.bias is None) for own in found}) == 1:
             yield found
 
 
@@ -201,7 +199,7 @@ class JoinedLinears:
         if states is not self._given or index not in self._made:
             if not self._applies(states):
                 return nn.Linear.forward(self.modules[index], states)
-            made = small_batch_linears(states.flatten(0, -2), self.modules)
+            made = joined_linears(states.flatten(0, -2), self.modules)
             self._given = states
             self._made = {i: own.view(*states.shape[:-1], -1) for i, own in enumerate(made)}
         out = self._made.pop(index)
@@ -214,12 +212,12 @@ class JoinedLinears:
         if not has_few_rows(rows_TD) or not all(is_plain(own, rows_TD) for own in self.modules):
             return False
         widths = tuple(own.out_features for own in self.modules)
-        asked = (JoinedLinears, widths, rows_TD.shape[1], states.dtype, states.device)
+        asked = (JoinedLinears, widths, rows_TD.shape[1], self.modules[0].bias is None, states.dtype, states.device)
         if asked not in _known:
             random = torch.Generator(states.device).manual_seed(0)
             drawn = torch.randn(TRIED, rows_TD.shape[1], generator=random, device=states.device).to(states.dtype)
             expected = torch.cat([nn.Linear.forward(own, drawn) for own in self.modules], 1)
-            gap = _gap(lambda: torch.cat(small_batch_linears(drawn, self.modules), 1), expected)
+            gap = _gap(lambda: torch.cat(joined_linears(drawn, self.modules), 1), expected)
             _known[asked] = gap <= 2e-2
         return _known[asked]
 
