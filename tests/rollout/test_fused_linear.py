@@ -10,8 +10,8 @@ from trimtab.models.layer_kernels import rope_and_cache
 from trimtab.rollout.builtin.kernels.fused_linear import (
     LinearTiles,
     few_rows_apply,
-    joined_linears,
     small_batch_gate_up,
+    small_batch_linears,
     small_batch_qkv_rope,
     small_batch_split_k,
 )
@@ -38,7 +38,7 @@ def test_gated_products_equal_silu_times_up(rows, tiles):
 def test_products_of_one_input_are_made_together(rows, inner, widths, biased, tiles):
     """Tiles that several modules share, and last ones that are not full."""
     x, modules = noise(rows, inner, dtype=DTYPE), [linear(inner, width, biased) for width in widths]
-    found = joined_linears(x, modules, tiles)
+    found = small_batch_linears(x, modules, tiles)
     for module, own in zip(modules, found, strict=True):
         torch.testing.assert_close(own, module(x), **CLOSE)
         assert own.is_contiguous()
@@ -85,5 +85,9 @@ def test_what_is_not_a_plain_half_precision_product_of_few_rows_is_left_to_other
     assert not few_rows_apply(noise(65, 64, dtype=torch.bfloat16), [module])
     assert not few_rows_apply(x, [module, linear(64, 128, bias=True).to(torch.bfloat16)])
     assert not few_rows_apply(x, [linear(64, 96).to(torch.bfloat16)])
+    hook = module.register_forward_pre_hook(lambda module, given: None)  # as with tensor parallelism
+    assert not few_rows_apply(x, [module])
+    hook.remove()
+    assert few_rows_apply(x, [module])
     module.forward = lambda x: x
     assert not few_rows_apply(x, [module])

@@ -8,7 +8,7 @@ from tests.rollout.kernel_device import DEVICE, DTYPE
 from trimtab.models.layer_kernels import fused_add_rms_norm, gated, rope_and_cache
 from trimtab.rollout.builtin import sampler
 from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
-from trimtab.rollout.builtin.kernels.fused_linear import gated_linear, joined_linears
+from trimtab.rollout.builtin.kernels.fused_linear import gated_linear, merged_linear
 from trimtab.rollout.builtin.kernels.int8_linear import Int8Tiles, added, dequantize_int8, int8_gated, int8_product
 from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
 from trimtab.rollout.builtin.linear import Int8Weight, packed, quantize_int8
@@ -119,7 +119,7 @@ def test_joined_products_equal_separate_ones(biased):
     close = {"atol": 1e-5, "rtol": 1e-5} if DEVICE == "cpu" else {"atol": 2e-2, "rtol": 2e-2}
     with torch.no_grad():
         expected = torch.cat([module(x) for module in modules], 1)
-        torch.testing.assert_close(torch.cat(joined_linears(x, modules), 1), expected, **close)
+        torch.testing.assert_close(merged_linear(x, modules), expected, **close)
         if not biased:
             up = torch.nn.Linear(72, 192, bias=False, device=DEVICE, dtype=DTYPE)
             expected = F.silu(modules[0](x)) * up(x)

@@ -131,7 +131,12 @@ def qkv_rope(
 
 
 def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
-    from trimtab.rollout.builtin.kernels.fused_linear import can_join, joined_linears
+    from trimtab.rollout.builtin.kernels.fused_linear import (
+        can_join,
+        few_rows_apply,
+        merged_linear,
+        small_batch_linears,
+    )
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_product
     from trimtab.rollout.builtin.kernels.lora_linear import lora_product
 
@@ -141,8 +146,10 @@ def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
         joined = int8_product(x_TD, weights)
     elif (layers := _described(modules, x_TD)) is not None:
         joined = lora_product(x_TD, layers)
+    elif few_rows_apply(x_TD, modules):
+        return tuple(small_batch_linears(x_TD, modules))
     elif len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules):
-        return tuple(joined_linears(x_TD, modules))
+        joined = merged_linear(x_TD, modules)
     else:
         return tuple(apply_linear(module, x_TD) for module in modules)
     return joined.split([module.out_features for module in modules], 1)

@@ -21,6 +21,36 @@ from trimtab.models.layer_kernels import overlapped, rotated, shared_memory, wai
 
 
 @triton.jit(do_not_specialize=["rows"])
+def _joined(
+    x, weight1, weight2, weight3, bias1, bias2, bias3, out, rows, inner, x_row, out_row,
+    N1: tl.constexpr, N2: tl.constexpr, BIASED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # Programs that share columns of weights follow each other.
+    column, row = tl.program_id(1), tl.program_id(0)
+    first = column * BN
+    weight, bias, begin = weight1, bias1, 0
+    if first >= N1 + N2:
+        weight, bias, begin = weight3, bias3, N1 + N2
+    elif first >= N1:
+        weight, bias, begin = weight2, bias2, N1
+    m = row * BM + tl.arange(0, BM)
+    n = first - begin + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    left = x + m.to(tl.int64)[:, None] * x_row + k[None, :]
+    right = weight + n.to(tl.int64)[:, None] * inner + k[None, :]
+    total = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, inner, BK):
+        a = tl.load(left + start, (m < rows)[:, None] & (k + start < inner)[None, :], 0.0)
+        b = tl.load(right + start, (k + start < inner)[None, :], 0.0)
+        total = tl.dot(a, tl.trans(b), total)
+    if BIASED:
+        total += tl.load(bias + n)[None, :].to(tl.float32)
+    place = out + m.to(tl.int64)[:, None] * out_row + (first + tl.arange(0, BN))[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), (m < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _gated(
     x, gate, up, out, rows, inner, x_row, out_row, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -59,13 +89,28 @@ def can_join(x_TD: Tensor, modules: list[nn.Module]) -> bool:
 
 
 def is_plain(module: nn.Module, x_TD: Tensor) -> TypeGuard[nn.Linear]:
+    """Whether kernels may read the module's weights. With tensor parallelism its hooks would have to be called."""
     return (
         type(module) is nn.Linear
+        and not (module._forward_pre_hooks or module._forward_hooks)
         and x_TD.dtype in (torch.bfloat16, torch.float16)
         and module.weight.dtype == x_TD.dtype
         and module.weight.is_contiguous()
         and module.in_features % 8 == 0
     )
+
+
+def merged_linear(x_TD: Tensor, modules: list[nn.Module]) -> Tensor:
+    """The concatenated outputs of three Linear modules."""
+    rows, inner = x_TD.shape
+    weights, biases = [m.weight for m in modules], [m.bias for m in modules]
+    widths = [len(w) for w in weights]
+    out = torch.empty(rows, sum(widths), dtype=x_TD.dtype, device=x_TD.device)
+    _joined[triton.cdiv(rows, 64), sum(widths) // TILE](
+        x_TD, *weights, *(weights if biases[0] is None else biases), out, rows, inner, x_TD.stride(0), out.stride(0),
+        N1=widths[0], N2=widths[1], BIASED=biases[0] is not None, BM=64, BN=TILE, BK=TILE, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
 
 
 def gated_linear(x_TD: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
@@ -133,7 +178,7 @@ def _few_rows_gated(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _joined(
+def _few_rows_joined(
     x, weight, bias, out, step2: tl.int64, step3: tl.int64, step4: tl.int64,
     bias_step2: tl.int64, bias_step3: tl.int64, bias_step4: tl.int64, rows, inner, x_row,
     N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, N4: tl.constexpr, BIASED: tl.constexpr,
@@ -305,14 +350,14 @@ def small_batch_gate_up(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Lin
     return out
 
 
-def joined_linears(x_TD: Tensor, modules: list[nn.Linear], tiles: LinearTiles | None = None) -> list[Tensor]:
+def small_batch_linears(x_TD: Tensor, modules: list[nn.Linear], tiles: LinearTiles | None = None) -> list[Tensor]:
     """The outputs of up to four modules, all with or without bias, whose widths are multiples of 16."""
     (rows, inner), widths, missing = x_TD.shape, [module.out_features for module in modules], 4 - len(modules)
     weights, biases = [module.weight for module in modules], [m.bias for m in modules if m.bias is not None]
     out = torch.empty(rows * sum(widths), dtype=x_TD.dtype, device=x_TD.device)
     steps = _steps(weights, inner) + [0] * missing + (_steps(biases, 1) + [0] * missing if biases else [0] * 3)
     tiles = tiles or _tiles_of_joined(rows)
-    _joined[triton.cdiv(rows, tiles.rows), triton.cdiv(sum(widths), tiles.lines)](
+    _few_rows_joined[triton.cdiv(rows, tiles.rows), triton.cdiv(sum(widths), tiles.lines)](
         x_TD, weights[0], (biases or weights)[0], out, *steps, rows, inner, x_TD.stride(0), *widths, *[0] * missing,
         BIASED=bool(biases), **tiles.launch(inner, inner, x_TD.device),
     )  # fmt: skip
@@ -366,8 +411,7 @@ def _tiles_of_gated(rows: int, outputs: int) -> LinearTiles:
 
 
 def _tiles_of_joined(rows: int) -> LinearTiles:
-    few = rows <= MOST_ROWS
-    return LinearTiles(_height(rows), TILE, 64, 1, 6 if few else 4, swapped=few)
+    return LinearTiles(_height(rows), TILE, 64, 1, 6, swapped=True)
 
 
 def _tiles_of_parts(rows: int, inner: int, outputs: int) -> LinearTiles:

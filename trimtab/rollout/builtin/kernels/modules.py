@@ -28,8 +28,8 @@ from trimtab.rollout.builtin.kernels.fused_linear import (
     few_rows_apply,
     has_few_rows,
     is_plain,
-    joined_linears,
     small_batch_gate_up,
+    small_batch_linears,
 )
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ SAME_INPUT = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     ("in_proj_qkvz", "in_proj_ba"),
 )
-"""Names of Linear modules that are called one after another with the same numbers."""
+"""Names of Linear modules that are called one after another with the same tensor, which stays as it is meanwhile."""
 
 
 def _projections_of(module: nn.Module) -> Iterator[list[nn.Linear]]:
@@ -199,7 +199,7 @@ class JoinedLinears:
         if states is not self._given or index not in self._made:
             if not self._applies(states):
                 return nn.Linear.forward(self.modules[index], states)
-            made = joined_linears(states.flatten(0, -2), self.modules)
+            made = small_batch_linears(states.flatten(0, -2), self.modules)
             self._given = states
             self._made = {i: own.view(*states.shape[:-1], -1) for i, own in enumerate(made)}
         out = self._made.pop(index)
@@ -217,7 +217,7 @@ class JoinedLinears:
             random = torch.Generator(states.device).manual_seed(0)
             drawn = torch.randn(TRIED, rows_TD.shape[1], generator=random, device=states.device).to(states.dtype)
             expected = torch.cat([nn.Linear.forward(own, drawn) for own in self.modules], 1)
-            gap = _gap(lambda: torch.cat(joined_linears(drawn, self.modules), 1), expected)
+            gap = _gap(lambda: torch.cat(small_batch_linears(drawn, self.modules), 1), expected)
             _known[asked] = gap <= 2e-2
         return _known[asked]
 
