@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE, DTYPE
+from trimtab.models import lm_head
 from trimtab.models.layer_kernels import fused_add_rms_norm, gated, rope_and_cache
+from trimtab.models.lm_head import LogitShape
 from trimtab.rollout.builtin import sampler
 from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
 from trimtab.rollout.builtin.kernels.fused_linear import gated_linear, merged_linear
@@ -211,6 +213,19 @@ def test_rows_by_kernel_draw_what_they_draw_without_it(plain, monkeypatch):
     assert (found.plain_B is None) == (not plain)
     if plain:
         torch.testing.assert_close(found.plain_B, expected.plain_B, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_with_filters_have_the_log_probs_of_their_temperatures_bit_for_bit(monkeypatch):
+    heats = (0.7, 1.0, 0.3)
+    settings = [SamplingParams(temperature=heat, top_p=0.9, top_k=50) for heat in heats]
+    logits, seeds = noise(3, 5000), torch.arange(3, device=DEVICE)
+    for module in (sampler, lm_head):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    found = PerRequestSampler(settings, torch.device(DEVICE)).draw(logits, seeds, seeds + 3, None)
+    for row, heat in enumerate(heats):
+        one = slice(row, row + 1)
+        chosen, normaliser, _ = lm_head.read_logits(logits[one], found.tokens_B[one], LogitShape(), heat, False)
+        assert found.log_probs_B[row] == (chosen - normaliser)[0]
 
 
 def test_plain_drawing_passes_on_that_logits_are_not_numbers():

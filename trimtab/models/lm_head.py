@@ -52,17 +52,20 @@ class LogitShape:
 PLAIN = LogitShape()
 
 
-def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float) -> Tensor:
+def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float | Tensor) -> Tensor:
+    """`temperature`: of all rows, or of each."""
     logits = raw.float()
     if shape.scale != 1.0:
         logits = logits * shape.scale
     if shape.softcap is not None:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    if isinstance(temperature, Tensor):
+        return logits / temperature[:, None]
     return logits if temperature == 1.0 else logits / temperature
 
 
 def read_logits(
-    raw: Tensor, places_N: Tensor, shape: LogitShape, temperature: float, entropy: bool
+    raw: Tensor, places_N: Tensor, shape: LogitShape, temperature: float | Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The targets' logits, log Z and, for entropies, E[z] of a chunk."""
     if raw.is_meta:

@@ -63,11 +63,13 @@ def joined(peaks, sums, row, COUNT: tl.constexpr, COUNT_ROUNDED: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS + OF_STRETCHES)
 def _read(
-    raw, places, peaks, sums, mixes, normalisers, chosen, means, row_stride, scale, softcap, temperature,
-    SHAPED: tl.constexpr, CAPPED: tl.constexpr, MEANS: tl.constexpr,
+    raw, places, peaks, sums, mixes, normalisers, chosen, means, row_stride, scale, softcap, temperature, heat_stride,
+    SHAPED: tl.constexpr, CAPPED: tl.constexpr, MEANS: tl.constexpr, BY_ROW: tl.constexpr,
     COUNT: tl.constexpr, COUNT_ROUNDED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if BY_ROW:
+        temperature = tl.load(temperature + row * heat_stride)
     top, weight = joined(peaks, sums, row, COUNT, COUNT_ROUNDED)
     whole = tl.sum(weight, 0)
     tl.store(normalisers + row, top + tl.log(whole))
@@ -125,11 +127,10 @@ def stretches(
 
 
 def read_logits(
-    raw_NV: Tensor, places_N: Tensor, scale: float, softcap: float | None, temperature: float, *, means: bool
+    raw_NV: Tensor, places_N: Tensor, scale: float, softcap: float | None, temperature: float | Tensor, *, means: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The shaped logit of every row's target, log Z and, with `means`, E[z]."""
-    found_3NS, (*shape, _), switches = stretches(raw_NV, scale, softcap, temperature, means=means)
-    del switches["BY_ROW"]
+    """The shaped logit of every row's target, log Z and, with `means`, E[z]. `temperature`: of all rows, or of each."""
+    found_3NS, shape, switches = stretches(raw_NV, scale, softcap, temperature, means=means)
     chosen_N, normalisers_N = torch.empty(2, len(raw_NV), dtype=torch.float32, device=raw_NV.device)
     means_N = torch.empty_like(chosen_N) if means else None
     _read[len(raw_NV),](

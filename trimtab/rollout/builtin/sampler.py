@@ -159,7 +159,7 @@ def sample_from_logits(logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> T
     return torch.searchsorted(shares, u, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
 
 
-def log_probs_of(logits_BV: Tensor, tokens_B: Tensor, temperature: float = 1.0) -> Tensor:
+def log_probs_of(logits_BV: Tensor, tokens_B: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """By the trainer's own function, whose sums do not depend on the other rows."""
     chosen_B, normalisers_B, _ = read_logits(logits_BV, tokens_B, PLAIN, temperature, entropy=False)
     return chosen_B - normalisers_B
@@ -282,9 +282,9 @@ class PerRequestSampler:
         if self.kind.filtered:
             chosen_from = _filtered_by_row(min_p_mask(chosen_from, least), top_k, top_p)
         tokens = torch.where(greedy[:, 0] > 0, first, sample_from_logits(chosen_from, seeds_B, drawn_B))
-        logits, most = raw / temperature, self.kind.likely
+        log_probs, most = log_probs_of(raw, tokens, temperature[:, 0]), self.kind.likely
         plain = log_probs_of(raw, tokens) if self.kind.plain else None
-        return SamplerOutput(tokens, log_probs_of(logits, tokens), plain, likeliest(logits, most) if most else None)
+        return SamplerOutput(tokens, log_probs, plain, likeliest(raw / temperature, most) if most else None)
 
     def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> SamplerOutput:
         from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
