@@ -2,11 +2,12 @@
 
 The commands are those of grpo.py. Each runs in a process of its own with empty folders for what Triton and torch
 compile, and again with full ones. Versions take turns. Python's own bytecode is there, as after an installation, and
-a first run that does not count has read all files from the disk.
+a warm-up run of each version has read all files from the disk.
 
     git worktree add /tmp/before 947d48f1
     python benchmarks/h200/first_update.py --shape 360M --before /tmp/before --before_ours "--compile on"
-    python benchmarks/h200/first_update.py --shape 8B --ours "--lora_rank 16 --gradient_checkpointing" ...
+    LORA="--lora_rank 16 --gradient_checkpointing --gradient_checkpointing_layers auto"
+    python benchmarks/h200/first_update.py --shape 8B --ours "$LORA" --before /tmp/before --before_ours "$LORA"
 
 `--before_ours` given twice: the other version runs with each.
 """
@@ -65,12 +66,10 @@ def main(argv: list[str] | None = None) -> None:
     if given.before is not None:
         others = given.before_ours or [""]
         versions |= {" ".join(["before", more]).strip(): (given.before.resolve(), more) for more in others}
-    for tree, _ in versions.values():
+    for name, (tree, more) in versions.items():
         compileall.compile_dir(tree / "trimtab", quiet=2)
-        environment = os.environ | {"PYTHONPATH": str(tree)}
-        subprocess.run([sys.executable, "-c", "import trimtab.train.rl.launch"], env=environment, cwd=tree, check=True)
-    with bench.attempt("a run that does not count"), tempfile.TemporaryDirectory(dir=bench.folder) as caches:
-        seconds_to_first_update(f"{words} {versions[''][1]}", HERE, Path(caches), given.limit)
+        with bench.attempt(f"warm-up {name}"), tempfile.TemporaryDirectory(dir=bench.folder) as caches:
+            seconds_to_first_update(f"{words} {more}", tree, Path(caches), given.limit)
     for state in ("nothing compiled", "compiled before")[: 1 if given.cold else 2]:
         for name, (tree, more) in versions.items():
             with bench.attempt(f"{name} {state}"):

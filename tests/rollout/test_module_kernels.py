@@ -129,6 +129,7 @@ def test_projections_of_one_input_are_found(family):
 
 
 def test_projections_of_one_input_are_made_together_and_no_others(monkeypatch):
+    modules._known.clear()
     monkeypatch.setattr(modules, "is_plain", lambda *_: True)  # in the interpreter's precision, too
     launches, made = [], modules.small_batch_linears
     monkeypatch.setattr(modules, "small_batch_linears", lambda x, own: launches.append(len(x)) or made(x, own))
@@ -139,7 +140,16 @@ def test_projections_of_one_input_are_made_together_and_no_others(monkeypatch):
     asked = [(0, first), (1, first), (1, second), (0, first), (0, second), (1, second), (0, many), (1, many)]
     for index, states in asked:
         torch.testing.assert_close(joined(index, states), projections[index](states), **CLOSE)
-    assert launches == [modules.TRIED, 6, 6, 6, 6] and joined._given is None
+    assert launches == [*[modules.TRIED] * 2, 6, 6, 6, 6] and joined._input is None
+
+
+def test_projections_stay_if_the_kernel_disagrees(monkeypatch):
+    modules._known.clear()
+    monkeypatch.setattr(modules, "is_plain", lambda *_: True)
+    monkeypatch.setattr(modules, "small_batch_linears", lambda x, own: [1.1 * module(x) for module in own])
+    projections = [nn.Linear(32, width).to(DEVICE, DTYPE).requires_grad_(False) for width in (48, 16)]
+    states, joined = torch.randn(3, 32).to(DEVICE, DTYPE), modules.JoinedLinears(projections)
+    assert torch.equal(joined(0, states), projections[0](states)) and [*modules._known.values()] == [False]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="Triton's products of fp32 are tf32 there")

@@ -101,7 +101,8 @@ def is_plain(module: nn.Module, x_TD: Tensor) -> TypeGuard[nn.Linear]:
 
 
 def merged_linear(x_TD: Tensor, modules: list[nn.Module]) -> Tensor:
-    """The concatenated outputs of three Linear modules."""
+    """The concatenated outputs of three Linear modules, for many rows: at 256 to 1,024 of them `small_batch_linears`
+    takes 1.1 to 1.6 times as long on an H200."""
     rows, inner = x_TD.shape
     weights, biases = [m.weight for m in modules], [m.bias for m in modules]
     widths = [len(w) for w in weights]
@@ -179,25 +180,25 @@ def _few_rows_gated(
 
 @triton.jit(do_not_specialize=["rows"])
 def _few_rows_joined(
-    x, weight, bias, out, step2: tl.int64, step3: tl.int64, step4: tl.int64,
-    bias_step2: tl.int64, bias_step3: tl.int64, bias_step4: tl.int64, rows, inner, x_row,
+    x, weight, bias, out, offset2: tl.int64, offset3: tl.int64, offset4: tl.int64,
+    bias_offset2: tl.int64, bias_offset3: tl.int64, bias_offset4: tl.int64, rows, inner, x_row,
     N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, N4: tl.constexpr, BIASED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
-    # Lines of up to four weights follow each other. Each product is written as a matrix of its own.
+    # A tile may have lines of several weights. The outputs of each weight are contiguous.
     row, line = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
     last = tl.minimum(line, N1 + N2 + N3 + N4 - 1)
     second, third, fourth = last >= N1, last >= N1 + N2, last >= N1 + N2 + N3
-    line_N = last.to(tl.int64) * inner + second.to(tl.int64) * step2
-    line_N += third.to(tl.int64) * step3 + fourth.to(tl.int64) * step4
+    line_N = last.to(tl.int64) * inner + second.to(tl.int64) * offset2
+    line_N += third.to(tl.int64) * offset3 + fourth.to(tl.int64) * offset4
     begin = tl.where(fourth, N1 + N2 + N3, tl.where(third, N1 + N2, tl.where(second, N1, 0)))
     width = tl.where(fourth, N4, tl.where(third, N3, tl.where(second, N2, N1)))
     wait(OVERLAPPED)
     total = _few_rows_product(x, weight, row, line_N, 0, inner, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED)
     if BIASED:
-        own = last.to(tl.int64) + second.to(tl.int64) * bias_step2
-        own += third.to(tl.int64) * bias_step3 + fourth.to(tl.int64) * bias_step4
+        own = last.to(tl.int64) + second.to(tl.int64) * bias_offset2
+        own += third.to(tl.int64) * bias_offset3 + fourth.to(tl.int64) * bias_offset4
         total += tl.load(bias + own)[None, :].to(tl.float32)
     place = (begin * rows + last - begin)[None, :] + row[:, None] * width[None, :]
     place = tl.max_contiguous(tl.multiple_of(place, [1, 16]), [1, 16])  # as widths are multiples of 16
@@ -355,18 +356,18 @@ def small_batch_linears(x_TD: Tensor, modules: list[nn.Linear], tiles: LinearTil
     (rows, inner), widths, missing = x_TD.shape, [module.out_features for module in modules], 4 - len(modules)
     weights, biases = [module.weight for module in modules], [m.bias for m in modules if m.bias is not None]
     out = torch.empty(rows * sum(widths), dtype=x_TD.dtype, device=x_TD.device)
-    steps = _steps(weights, inner) + [0] * missing + (_steps(biases, 1) + [0] * missing if biases else [0] * 3)
+    offsets = _offsets(weights, inner) + [0] * missing + (_offsets(biases, 1) + [0] * missing if biases else [0] * 3)
     tiles = tiles or _tiles_of_joined(rows)
     _few_rows_joined[triton.cdiv(rows, tiles.rows), triton.cdiv(sum(widths), tiles.lines)](
-        x_TD, weights[0], (biases or weights)[0], out, *steps, rows, inner, x_TD.stride(0), *widths, *[0] * missing,
+        x_TD, weights[0], (biases or weights)[0], out, *offsets, rows, inner, x_TD.stride(0), *widths, *[0] * missing,
         BIASED=bool(biases), **tiles.launch(inner, inner, x_TD.device),
     )  # fmt: skip
     parts = out.split([rows * width for width in widths])
     return [part.view(rows, width) for part, width in zip(parts, widths)]
 
 
-def _steps(tensors: list[Tensor], inner: int) -> list[int]:
-    """From where each one's lines would follow those of the one before to where they are, in numbers."""
+def _offsets(tensors: list[Tensor], inner: int) -> list[int]:
+    """How far each tensor begins behind the end of the previous one, in elements."""
     size = tensors[0].element_size()
     return [(b.data_ptr() - a.data_ptr()) // size - len(a) * inner for a, b in pairwise(tensors)]
 

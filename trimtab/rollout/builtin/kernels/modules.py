@@ -1,5 +1,5 @@
-"""Kernels in place of modules of transformers while the engine generates: RMS norms, gated MLPs and stacked experts,
-and projections of the same input.
+"""Kernels in place of modules of transformers while the engine generates: RMS norms, projections of the same input,
+gated MLPs and stacked experts.
 
 A norm is five to nine operations, experts with their sorting about twenty, and between small operations a device waits.
 Families multiply a norm by the weight before or after rounding, by 1 + weight, or by a gate as well. Which a class does
@@ -174,7 +174,7 @@ SAME_INPUT = (
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     ("in_proj_qkvz", "in_proj_ba"),
 )
-"""Names of Linear modules that are called one after another with the same tensor, which stays as it is meanwhile."""
+"""Names of Linear modules that are called one after another with the same tensor, which nothing changes in between."""
 
 
 def _projections_of(module: nn.Module) -> Iterator[list[nn.Linear]]:
@@ -192,34 +192,36 @@ class JoinedLinears:
 
     def __init__(self, modules: list[nn.Linear]):
         self.modules = modules
-        self._given: Tensor | None = None
-        self._made: dict[int, Tensor] = {}
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}  # of the modules that have not been called with this input yet
 
     def __call__(self, index: int, states: Tensor) -> Tensor:
-        if states is not self._given or index not in self._made:
+        if states is not self._input or index not in self._outputs:
             if not self._applies(states):
                 return nn.Linear.forward(self.modules[index], states)
-            made = small_batch_linears(states.flatten(0, -2), self.modules)
-            self._given = states
-            self._made = {i: own.view(*states.shape[:-1], -1) for i, own in enumerate(made)}
-        out = self._made.pop(index)
-        if not self._made:
-            self._given = None
-        return out
+            found = small_batch_linears(states.flatten(0, -2), self.modules)
+            self._input = states
+            self._outputs = {i: output.view(*states.shape[:-1], -1) for i, output in enumerate(found)}
+        output = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None
+        return output
 
     def _applies(self, states: Tensor) -> bool:
-        rows_TD = states.flatten(0, -2)
-        if not has_few_rows(rows_TD) or not all(is_plain(own, rows_TD) for own in self.modules):
+        rows_TD, first = states.flatten(0, -2), self.modules[0]
+        if not has_few_rows(rows_TD) or not all(is_plain(module, rows_TD) for module in self.modules):
             return False
-        widths = tuple(own.out_features for own in self.modules)
-        asked = (JoinedLinears, widths, rows_TD.shape[1], self.modules[0].bias is None, states.dtype, states.device)
+        widths = tuple(module.out_features for module in self.modules)
+        asked = (JoinedLinears, widths, first.in_features, first.bias is None, states.dtype, states.device)
         if asked not in _known:
-            random = torch.Generator(states.device).manual_seed(0)
-            drawn = torch.randn(TRIED, rows_TD.shape[1], generator=random, device=states.device).to(states.dtype)
-            expected = torch.cat([nn.Linear.forward(own, drawn) for own in self.modules], 1)
-            gap = _gap(lambda: torch.cat(small_batch_linears(drawn, self.modules), 1), expected)
-            _known[asked] = gap <= 2e-2
+            _known[asked] = _does_the_same(self._one_by_one, self._together, first, rows_TD)
         return _known[asked]
+
+    def _one_by_one(self, _: nn.Module, rows_TD: Tensor) -> Tensor:
+        return torch.cat([nn.Linear.forward(module, rows_TD) for module in self.modules], 1)
+
+    def _together(self, _: nn.Module, rows_TD: Tensor) -> Tensor:
+        return torch.cat(small_batch_linears(rows_TD, self.modules), 1)
 
 
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
